@@ -1,0 +1,120 @@
+"""The numerics contract: every choice that decides a bit of a log-prob, frozen and hashed.
+
+Engine and trainer compare hashes and refuse to work together when they differ. Schedules (tiles, threads, packing,
+vector width) are not in it: they decide no bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+from . import ops
+
+
+class NumericsError(RuntimeError):
+    """The promise can't be kept on this machine, or two sides made different promises."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One side's promise. Build it with `Contract.of`; compare with `check`."""
+
+    dtype: str
+    device: str
+    linear: str
+    attention: str
+    norm: str
+    activation: str
+    rotary: str
+    logprob: str
+    filters: str
+    rounding: str
+    transformers: str
+    libm: str
+    version: int = 1
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device, linear_route: str = "fma") -> Contract:
+        import transformers
+
+        kernels = ops.backend(device)
+        mkl = f"oneMKL strict, MKL_CBWR={os.environ.get('MKL_CBWR')}, {platform.processor() or platform.machine()}"
+        return cls(
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            linear="bias, then fp32 fma over ascending K" if linear_route == "fma" else mkl,
+            attention=f"online softmax over key blocks of {kernels.BLOCK}, ascending; pairwise sums; fp32 weights",
+            norm="16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
+            activation="x / (1 + exp(-x)); exp: Taylor 7",
+            rotary="fp32 angle, fp64 cos and sin rounded to fp32; applied by the model's code in the storage dtype",
+            logprob="fp32 logits / T; sum of exp in fp64 by groups of 256; log in fp64; one rounding to fp32",
+            filters="top-k, top-p, min-p in this order as thresholds; ties kept",
+            rounding="each op computes in fp32 and rounds once to the storage dtype; logits are not rounded",
+            transformers=".".join(transformers.__version__.split(".")[:2]),
+            libm=" ".join(platform.libc_ver()) or platform.platform(terse=True),
+        )
+
+    @property
+    def hash(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def check(self, other: Contract | str) -> None:
+        """Raises NumericsError, naming the fields that differ, unless `other` (or its hash) is the same contract."""
+        if isinstance(other, str):
+            if other != self.hash:
+                raise NumericsError(f"numerics contracts differ: {self.hash} here, {other} there")
+        elif other != self:
+            mine, theirs = asdict(self), asdict(other)
+            lines = [f"  {k}: {mine[k]!r} here, {theirs[k]!r} there" for k in mine if mine[k] != theirs[k]]
+            raise NumericsError("numerics contracts differ:\n" + "\n".join(lines))
+
+
+_MKL_ADVICE = (
+    "Set MKL_CBWR=AVX512,STRICT (or AVX2,STRICT) in the environment before the process starts, or at least before its "
+    "first matrix product. oneMKL keeps strict mode on Intel CPUs only. linear_route='fma', the default, needs neither."
+)
+
+
+def _row_stable(run, x: torch.Tensor) -> bool:
+    """Are the rows of run(x) the same bits alone, in every small batch and on one thread?"""
+    whole = run(x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = run(x)
+    finally:
+        torch.set_num_threads(threads)
+    parts = [(start, count) for count in (1, 2, 3, 4, 7, 16) for start in (0, x.shape[0] - count)]
+    return torch.equal(whole, single) and all(
+        torch.equal(run(x[a : a + n].contiguous()), whole[a : a + n]) for a, n in parts
+    )
+
+
+def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") -> None:
+    """Checks on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
+
+    Takes well under a second for a small model. Raises NumericsError, with what to do about it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for weight in weights:
+        packed = isinstance(weight, ops.PackedWeight)
+        depth = weight.panels.shape[1] if packed else weight.shape[1]
+        features = weight.features if packed else weight.shape[0]
+        if (features, depth) in seen:
+            continue
+        seen.add((features, depth))
+        x = torch.randn(19, depth, generator=generator) * torch.exp2(torch.randint(-8, 8, (19, 1), generator=generator))
+        if not _row_stable(lambda rows, w=weight: ops.linear(rows, w, None, route), x):
+            advice = _MKL_ADVICE if route == "mkl" else "Please report this CPU; there is no setting that mends it."
+            raise NumericsError(
+                f"linear [{features}, {depth}] on this CPU ({platform.processor() or platform.machine()}) gives a row "
+                f"different bits in different batches (linear_route={route!r}). {advice}"
+            )

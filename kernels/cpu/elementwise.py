@@ -1,0 +1,134 @@
+"""Row-wise CPU kernels: RMSNorm, gated activations, rotary tables. Their transcendentals are sequences of IEEE-754
+operations, so that a value's bits depend neither on its place in a vector nor on a maths library."""
+
+import math
+
+import numpy as np
+import torch
+from numba import float32, int32, prange
+
+from .jit import inline, parallel
+from .simd import bits_float, float_bits, fma
+
+# ln 2 split so that n * LN2_HIGH is exact for |n| < 2^11: Cody & Waite, Software Manual for the Elementary Functions.
+_LN2_HIGH, _LN2_LOW = float32(0.693359375), float32(-2.1219444e-4)
+_LOG2_E = float32(1.4426950408889634)
+_ROUND = float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low mantissa bits
+_C2, _C3, _C4, _C5, _C6, _C7 = (float32(1.0 / math.factorial(n)) for n in range(2, 8))
+_LOWEST, _HIGHEST = float32(-87.0), float32(88.0)
+_ZERO, _HALF, _ONE, _TWO = float32(0.0), float32(0.5), float32(1.0), float32(2.0)
+_ROUND_BITS = int(np.float32(12582912.0).view(np.int32))
+
+
+@inline
+def exp(x):
+    """e^x in fp32, 0 below -87, saturating at e^88: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
+    clamped = min(max(x, _LOWEST), _HIGHEST)
+    shifted = fma(clamped, _LOG2_E, _ROUND)
+    n = shifted - _ROUND
+    r = fma(-n, _LN2_HIGH, clamped)
+    r = fma(-n, _LN2_LOW, r)
+    p = fma(_C7, r, _C6)
+    p = fma(p, r, _C5)
+    p = fma(p, r, _C4)
+    p = fma(p, r, _C3)
+    p = fma(p, r, _C2)
+    p = fma(p * r, r, r) + _ONE
+    power = bits_float(int32((float_bits(shifted) - int32(_ROUND_BITS) + int32(127)) << int32(23)))
+    return p * power if x >= _LOWEST else (_ZERO if x < _LOWEST else x)  # the last arm passes a NaN on
+
+
+@inline
+def sum_of_squares(row):
+    """Sixteen interleaved chains of fused multiply-adds, then a pairwise tree: fixed for a width."""
+    lanes = np.zeros(16, np.float32)
+    whole = row.size - row.size % 16
+    for start in range(0, whole, 16):
+        for lane in range(16):
+            lanes[lane] = fma(row[start + lane], row[start + lane], lanes[lane])
+    for lane in range(row.size - whole):
+        lanes[lane] = fma(row[whole + lane], row[whole + lane], lanes[lane])
+    width = 8
+    while width > 0:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
+
+
+@parallel
+def _rms_norm(x, weight, eps, out, rstd):
+    for i in prange(x.shape[0]):
+        mean = sum_of_squares(x[i]) / float32(x.shape[1])
+        scale = _ONE / np.sqrt(mean + float32(eps))
+        rstd[i] = scale
+        for j in range(x.shape[1]):
+            out[i, j] = weight[j] * (x[i, j] * scale)
+
+
+@inline
+def _silu(x):
+    return x / (_ONE + exp(-x))
+
+
+@inline
+def _gelu_tanh(x):
+    """0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks & Gimpel, 2016)."""
+    u = float32(0.7978845608028654) * fma(float32(0.044715) * x * x, x, x)
+    return x / (_ONE + exp(-_TWO * u))
+
+
+@inline
+def _gelu(x):
+    return float32(0.5 * float(x) * math.erfc(-float(x) * 0.7071067811865476))
+
+
+def _gated(activation):
+    @parallel
+    def gated(gate, up, out):
+        for i in prange(gate.shape[0]):
+            for j in range(gate.shape[1]):
+                out[i, j] = activation(gate[i, j]) * up[i, j]
+
+    return gated
+
+
+_gated_kernels = {"silu": _gated(_silu), "gelu": _gated(_gelu), "gelu_pytorch_tanh": _gated(_gelu_tanh)}
+
+
+@parallel
+def _rotary_tables(positions, inv_freq, scaling, cos, sin):
+    half = inv_freq.size
+    for t in prange(positions.size):
+        for j in range(half):
+            angle = float(float32(positions[t]) * inv_freq[j])
+            c, s = float32(math.cos(angle) * scaling), float32(math.sin(angle) * scaling)
+            cos[t, j] = c
+            cos[t, j + half] = c
+            sin[t, j] = s
+            sin[t, j + half] = s
+
+
+ACTIVATIONS = tuple(_gated_kernels)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight * (x * rstd) and rstd = 1 / sqrt(mean(x^2) + eps): x [rows, width] fp32 -> [rows, width], [rows]."""
+    out, rstd = torch.empty_like(x), torch.empty(x.shape[0])
+    _rms_norm(x.numpy(), weight.numpy(), eps, out.numpy(), rstd.numpy())
+    return out, rstd
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+    """activation(gate) * up for [rows, width] fp32; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
+    out = torch.empty_like(gate)
+    _gated_kernels[name](gate.numpy(), up.numpy(), out.numpy())
+    return out
+
+
+def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin fp32 [T, 2 F] of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
+    shape = positions.numel(), 2 * inv_freq.numel()
+    cos, sin = torch.empty(shape), torch.empty(shape)
+    _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())
+    return cos, sin

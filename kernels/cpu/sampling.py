@@ -1,0 +1,210 @@
+"""From a row of logits to the distribution sampled from, a draw, and its log-probability.
+
+Rollout and trainer call the same kernel on the same logits, so they agree on every filter's edge. Each filter keeps
+the tokens whose tempered logit reaches a threshold; ties at the edge stay in. Thresholds are found by bisection over
+the bits of an fp32 number: no sort, no order to depend on.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import float32, float64, int32, int64, prange, uint64
+
+from .elementwise import exp
+from .jit import inline, parallel
+from .simd import bits_float, float_bits
+
+_GROUP = 256  # entries per partial sum; a sum is 32 interleaved chains per group, then groups ascending, all in fp64
+_LOWEST_KEY = -(2**31)
+
+
+@inline
+def _key(x):
+    """fp32 -> int32 with the same order."""
+    bits = float_bits(x)
+    return bits if bits >= 0 else bits ^ int32(0x7FFFFFFF)
+
+
+@inline
+def _unkey(key):
+    return bits_float(int32(key)) if key >= 0 else bits_float(int32(key) ^ int32(0x7FFFFFFF))
+
+
+@inline
+def _maximum(z):
+    lanes = np.full(32, -np.inf, np.float32)
+    whole = z.size - z.size % 32
+    for start in range(0, whole, 32):
+        for lane in range(32):
+            lanes[lane] = max(lanes[lane], z[start + lane])
+    for j in range(whole, z.size):
+        lanes[0] = max(lanes[0], z[j])
+    most = lanes[0]
+    for lane in range(1, 32):
+        most = max(most, lanes[lane])
+    return most
+
+
+@inline
+def _group_sum(weights, z, threshold, start, lanes):
+    stop = min(start + _GROUP, z.size)
+    lanes[:] = 0.0
+    whole = stop - (stop - start) % 32
+    for first in range(start, whole, 32):
+        for lane in range(32):
+            lanes[lane] += float64(weights[first + lane]) if z[first + lane] >= threshold else 0.0
+    for lane in range(stop - whole):
+        lanes[lane] += float64(weights[whole + lane]) if z[whole + lane] >= threshold else 0.0
+    width = 16
+    while width > 0:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
+
+
+@inline
+def _sum(weights, z, threshold, lanes):
+    """Sum of the weights of the tokens with z >= threshold."""
+    total = 0.0
+    for start in range(0, z.size, _GROUP):
+        total += _group_sum(weights, z, threshold, start, lanes)
+    return total
+
+
+@inline
+def _top_k_threshold(z, k):
+    low, high = int64(_LOWEST_KEY), int64(2**31 - 1)
+    while low < high:  # the largest key that at least k tokens reach
+        middle = (low + high + 1) >> 1
+        edge = _unkey(middle)
+        count = 0
+        for j in range(z.size):
+            count += int64(z[j] >= edge)
+        if count >= k:
+            low = middle
+        else:
+            high = middle - 1
+    return _unkey(low)
+
+
+@inline
+def _top_p_threshold(weights, z, p, threshold, lanes):
+    mass = p * _sum(weights, z, threshold, lanes)
+    low, high = int64(_key(threshold)), int64(2**31 - 1)
+    while low < high:  # the largest key whose tokens hold the mass
+        middle = (low + high + 1) >> 1
+        if _sum(weights, z, _unkey(middle), lanes) >= mass:
+            low = middle
+        else:
+            high = middle - 1
+    return _unkey(low)
+
+
+@inline
+def _mix(x):
+    """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014)."""
+    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return x ^ (x >> uint64(31))
+
+
+@inline
+def uniform(seed, sample, position):
+    """A number in [0, 1) with 53 random bits, a pure function of its three arguments."""
+    golden = uint64(0x9E3779B97F4A7C15)
+    x = _mix(uint64(seed) + golden)
+    x = _mix(x ^ (uint64(sample) + golden))
+    x = _mix(x ^ (uint64(position) + golden + golden))
+    return float64(x >> uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@inline
+def _draw(weights, z, threshold, u, total, lanes):
+    """The first token at which the cumulative weight exceeds u * total."""
+    goal, mass, chosen = u * total, 0.0, -1
+    for start in range(0, z.size, _GROUP):
+        group = _group_sum(weights, z, threshold, start, lanes)
+        if mass + group > goal:
+            for j in range(start, min(start + _GROUP, z.size)):
+                if z[j] >= threshold and weights[j] > 0.0:
+                    chosen = j
+                    mass += weights[j]
+                    if mass > goal:
+                        return j
+            return chosen
+        mass += group
+    for j in range(z.size):  # u * total rounded up to the total: the last token of the distribution
+        if z[j] >= threshold and weights[j] > 0.0:
+            chosen = j
+    return chosen
+
+
+@parallel
+def _distribution(
+    logits, temperature, top_k, top_p, min_p, banned, banned_starts, tokens, seeds, samples, positions, fields, thresholds
+):
+    vocab = logits.shape[1]
+    for i in prange(logits.shape[0]):
+        z, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
+        lanes = np.empty(32, np.float64)
+        greedy = temperature[i] == 0.0
+        divisor = float32(1.0) if greedy else float32(temperature[i])
+        for j in range(vocab):
+            z[j] = logits[i, j] / divisor
+        for b in range(banned_starts[i], banned_starts[i + 1]):
+            z[banned[b]] = -np.inf
+        most = _maximum(z)
+        for j in range(vocab):
+            weights[j] = exp(z[j] - most)
+        threshold = float32(-np.inf)
+        if not greedy:
+            if 0 < top_k[i] < vocab:
+                threshold = _top_k_threshold(z, top_k[i])
+            if top_p[i] < 1.0:
+                threshold = _top_p_threshold(weights, z, top_p[i], threshold, lanes)
+            if min_p[i] > 0.0:
+                threshold = max(threshold, most + float32(math.log(min_p[i])))
+        total = _sum(weights, z, threshold, lanes)
+        token = tokens[i]
+        if token < 0:
+            if greedy:
+                token = 0
+                while token < vocab - 1 and z[token] != most:
+                    token += 1
+            else:
+                token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, lanes)
+            tokens[i] = token
+        log_total = math.log(total)
+        mean = 0.0
+        for j in range(vocab):
+            if z[j] >= threshold and weights[j] > 0.0:
+                mean += float64(weights[j]) * (float64(z[j]) - float64(most))
+        kept = token >= 0 and z[token] >= threshold
+        fields[i, 0] = float64(z[token]) - float64(most) - log_total if kept else -np.inf
+        fields[i, 1] = log_total - mean / total
+        fields[i, 2] = float64(most) + log_total
+        if not math.isfinite(total):
+            fields[i, :] = np.nan
+        thresholds[i] = threshold
+
+
+def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
+    """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V].
+
+    Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
+    list of token-id lists, tokens i64 (-1: draw one, written in place), and the draw's seed u64, sample i64,
+    position i64. Returns fields f64 [R, 3] = (log-prob of the token, entropy, log-sum-exp) and thresholds f32 [R]: a
+    token is in the distribution if its tempered logit reaches the threshold. NaN where a row holds a non-finite logit.
+    """
+    starts = np.zeros(len(banned) + 1, np.int64)
+    np.cumsum([len(b) for b in banned], out=starts[1:])
+    flat = np.array([t for b in banned for t in b], np.int64)
+    rows = logits.shape[0]
+    fields, thresholds = torch.empty(rows, 3, dtype=torch.float64), torch.empty(rows)
+    _distribution(
+        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens, seeds, samples, positions,
+        fields.numpy(), thresholds.numpy(),
+    )  # fmt: skip
+    return fields, thresholds

@@ -1,0 +1,160 @@
+"""The few machine operations that numba has no word for: fused multiply-add, bit casts, and the matrix tile.
+
+`tile(rows, vectors)` is the heart of every matrix product here. It computes, for a tile of `rows` x `vectors * LANES`,
+
+    for k ascending:  c[r, j] = fma(a[r, k], b[k, j], c[r, j])
+
+with the accumulators in registers. Each output element is one chain of fused multiply-adds in ascending k, whatever
+the tile's shape, the vector width or the CPU: shapes are a schedule, the chain is the tree. Because the chain starts
+from what `c` holds, it may be cut anywhere along k and continued without changing a bit.
+"""
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+def _host_vector() -> tuple[int, int]:
+    """fp32 lanes per vector register, and how many registers there are."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16, 32
+    if features.get("avx"):
+        return 8, 16
+    return 4, 32  # NEON; on older x86 still correct
+
+
+LANES, REGISTERS = _host_vector()
+PANEL_VECTORS = 3  # linear: 3 vectors of columns x 8 rows = 24 accumulators, 3 operands (AVX-512, NEON)
+TILE_ROWS = 8 if REGISTERS >= 32 else 4
+PANEL = PANEL_VECTORS * LANES
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c with one rounding (IEEE-754 fusedMultiplyAdd), fp32."""
+
+    def codegen(context, builder, signature, args):
+        fn = builder.module.declare_intrinsic("llvm.fma.f32", fnty=ir.FunctionType(_F32, [_F32] * 3))
+        return builder.call(fn, args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def float_bits(typingctx, x):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def bits_float(typingctx, x):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.int32), codegen
+
+
+def _make_tile(rows: int, vectors: int, bf16: bool):
+    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses and strides in elements."""
+    vector = ir.VectorType(_F32, LANES)
+    size_b = 2 if bf16 else 4
+
+    @intrinsic
+    def tile_op(typingctx, a, stride_a, b, stride_b, depth, c, stride_c):
+        def codegen(context, builder, signature, args):
+            a, stride_a, b, stride_b, depth, c, stride_c = args
+
+            def address(base, *terms):
+                for index, scale in terms:
+                    base = builder.add(base, builder.mul(index, _I64(scale)))
+                return base
+
+            def load(pointer, type_, align):
+                value = builder.load(builder.inttoptr(pointer, type_.as_pointer()))
+                value.align = align
+                return value
+
+            def load_b(pointer):
+                if not bf16:
+                    return load(pointer, vector, 4)
+                half = load(pointer, ir.VectorType(_I16, LANES), 2)
+                wide = builder.zext(half, ir.VectorType(_I32, LANES))
+                return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
+
+            multiply_add = builder.module.declare_intrinsic(
+                f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
+            )
+            row_a = [address(a, (stride_a, 4 * r)) for r in range(rows)]
+            cells = [[address(c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)]
+            start = [[load(cells[r][j], vector, 4) for j in range(vectors)] for r in range(rows)]
+
+            entry = builder.block
+            loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
+            builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
+
+            builder.position_at_end(loop)
+            k = builder.phi(_I64)
+            k.add_incoming(_I64(0), entry)
+            acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
+            row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
+            columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
+            offset = builder.mul(k, _I64(4))
+            after = []
+            for r in range(rows):
+                scalar = load(builder.add(row_a[r], offset), _F32, 4)
+                single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
+                broadcast = builder.shuffle_vector(
+                    single, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+                )
+                after.append([builder.call(multiply_add, [broadcast, columns[j], acc[r][j]]) for j in range(vectors)])
+            following = builder.add(k, _I64(1))
+            k.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+
+            builder.position_at_end(done)
+            for r in range(rows):
+                for j in range(vectors):
+                    acc[r][j].add_incoming(start[r][j], entry)
+                    acc[r][j].add_incoming(after[r][j], loop)
+                    result = builder.phi(vector)
+                    result.add_incoming(start[r][j], entry)
+                    result.add_incoming(after[r][j], loop)
+                    after[r][j] = result
+            for r in range(rows):
+                for j in range(vectors):
+                    store = builder.store(after[r][j], builder.inttoptr(cells[r][j], vector.as_pointer()))
+                    store.align = 4
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return tile_op
+
+
+def make_matmul(vectors: int, bf16: bool):
+    """Any number of rows by `vectors * LANES` columns: tiles of 8, 4, 2 and 1 rows, in this order."""
+    tile8, tile4, tile2, tile1 = (_make_tile(rows, vectors, bf16) for rows in (TILE_ROWS, 4, 2, 1))
+
+    @numba.njit(error_model="numpy", nogil=True)
+    def matmul(a, stride_a, b, stride_b, depth, c, stride_c, rows):
+        r = 0
+        while rows - r >= TILE_ROWS:
+            tile8(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            r += TILE_ROWS
+        if rows - r >= 4:
+            tile4(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            r += 4
+        if rows - r >= 2:
+            tile2(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            r += 2
+        if rows - r >= 1:
+            tile1(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+
+    return matmul

@@ -1,0 +1,371 @@
+"""The ops that decide a bit, as differentiable functions on tensors of any supported dtype.
+
+This file holds what is common to all backends: where values are widened to fp32 and rounded once, and the backward
+passes. A backend (`kernels/cpu`, and one module per further device type) supplies the forward kernels under the same
+names; callers never see which one runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = {"cpu": (torch.float32, torch.bfloat16)}
+LINEAR_ROUTES = ("fma", "mkl")
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The kernels for a device. Raises NotImplementedError where there are none."""
+    if device.type == "cpu":
+        from . import cpu
+
+        return cpu
+    raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
+
+
+# --- linear ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PackedWeight:
+    """A weight [features, depth] in the layout its backend's product reads fastest. Same tree, same bits."""
+
+    panels: Tensor
+    features: int
+
+    @classmethod
+    def pack(cls, weight: Tensor) -> PackedWeight:
+        return cls(backend(weight.device).pack(weight.detach()), weight.shape[0])
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight, [*index.shape, depth]."""
+        return backend(self.panels.device).packed_rows(self.panels, index)
+
+
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, route: str) -> Tensor:
+    """x [rows, depth] -> fp32 [rows, features], not rounded to the storage dtype."""
+    x = x.detach().float().contiguous()
+    bias = None if bias is None else bias.detach()
+    if isinstance(weight, PackedWeight):
+        kernels = backend(x.device)
+        return kernels.linear_packed(x, weight.panels, kernels.start(bias, x.shape[0], weight.features))
+    weight = weight.detach().float()
+    if route == "mkl":
+        return F.linear(x, weight, None if bias is None else bias.float())
+    kernels = backend(x.device)
+    return kernels.linear_unpacked(x, weight, kernels.start(bias, x.shape[0], weight.shape[0]))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, route):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _product(x, weight, bias, route).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad, weight.t(), None, "fma").to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _product(grad.t(), x.t(), None, "fma").to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad.float().sum(0).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, route: str = "fma") -> Tensor:
+    """x [..., depth] @ weight[features, depth].T + bias, in x's dtype: fp32 accumulation, one rounding.
+
+    route: "fma", our own chain of fused multiply-adds (any CPU), or "mkl", oneMKL in strict reproducibility mode.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, PackedWeight):
+        out = _product(rows, weight, bias, route).to(x.dtype)
+    else:
+        out = _Linear.apply(rows, weight, bias, route)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+# --- row-wise ops ---------------------------------------------------------------------------------------------------
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.detach().float().contiguous()
+        out, rstd = backend(x.device).rms_norm(wide, weight.detach().float(), eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, rstd = ctx.saved_tensors
+        grad, normed = grad.float(), x.float() * rstd[:, None]
+        weighted = grad * weight.float()
+        grad_x = rstd[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
+    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+_TORCH_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, name):
+        ctx.save_for_backward(gate, up)
+        ctx.name = name
+        wide = [t.detach().float().contiguous() for t in (gate, up)]
+        return backend(gate.device).gated_activation(*wide, name).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = (t.detach().float().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = _TORCH_ACTIVATIONS[ctx.name](gate) * up
+        grads = torch.autograd.grad(out, (gate, up), grad.float())
+        return *(g.to(grad.dtype) for g in grads), None
+
+
+def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """activation(gate) * up, e.g. SwiGLU (Shazeer, 2020); fp32 inside, one rounding. `name` is HF's `hidden_act`."""
+    width = gate.shape[-1]
+    return _GatedActivation.apply(gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
+
+
+def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """cos, sin fp32 [*positions.shape, 2 F] for RoPE (Su et al., 2021) from inv_freq fp32 [F]."""
+    tables = backend(positions.device).rotary_tables(positions.reshape(-1), inv_freq, scaling)
+    return tuple(t.view(*positions.shape, -1) for t in tables)  # type: ignore[return-value]
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PagedLayout:
+    """Where the tokens of one packed batch live. Decides speed only, never a bit.
+
+    lengths: query tokens of each sequence; positions int32 [T]; slots int32 [T] (page * BLOCK + offset, where each
+    token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the backend.
+    """
+
+    lengths: list[int]
+    positions: np.ndarray
+    slots: np.ndarray
+    tables: np.ndarray
+    table_starts: np.ndarray
+    items: np.ndarray
+    pages: int = 0
+
+    @classmethod
+    def packed(cls, lengths: list[int], group: int, device: torch.device) -> PagedLayout:
+        """Whole sequences, each from position 0, in pages of their own."""
+        kernels = backend(device)
+        pages = np.array([-(-n // kernels.BLOCK) for n in lengths], np.int32)
+        starts = np.concatenate(([0], np.cumsum(pages)[:-1])).astype(np.int32)
+        positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+        slots = positions + np.repeat(starts * kernels.BLOCK, lengths).astype(np.int32)
+        total = int(pages.sum())
+        items = kernels.work_items(lengths, group)
+        return cls(list(lengths), positions, slots, np.arange(total, dtype=np.int32), starts, items, total)
+
+
+def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
+    """Writes k, v [T, kv_heads, D] to the cache, attends with q [T, heads, D]. Returns fp32 out and log-sum-exp."""
+    kernels = backend(q.device)
+    kernels.write_kv(k.detach().contiguous(), v.detach().contiguous(), layout.slots, *cache)
+    wide = q.detach().float().contiguous()
+    where = layout.items, layout.positions, layout.tables, layout.table_starts
+    return kernels.attention(wide, *cache, *where, scale, window)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, layout, scale, window):
+        kernels = backend(q.device)
+        cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype)
+        out, lse = paged_attention(q, k, v, cache, layout, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.lengths, ctx.scale, ctx.window = layout.lengths, scale, window
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = (t.float() for t in ctx.saved_tensors)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        first = 0
+        for length in ctx.lengths:
+            one = slice(first, first + length)
+            grad_q[one], grad_k[one], grad_v[one] = _attention_backward(
+                q[one], k[one], v[one], out[one], lse[one], grad[one].float(), ctx.scale, ctx.window
+            )
+            first += length
+        grads = (g.to(t.dtype) for g, t in zip((grad_q, grad_k, grad_v), ctx.saved_tensors, strict=False))
+        return *grads, None, None, None
+
+
+def _attention_backward(q, k, v, out, lse, grad, scale, window, rows=256):
+    """One sequence, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order."""
+    length, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+
+    def by_kv_head(t):  # [T, heads, x] -> [kv_heads, T * group, x]
+        return t.reshape(t.shape[0], kv_heads, group, -1).transpose(0, 1).flatten(1, 2)
+
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        low = max(0, start - window + 1) if window else 0
+        seen = slice(low, stop)
+        queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])
+        row = torch.arange(start, stop).repeat_interleave(group)[:, None]
+        column = torch.arange(low, stop)
+        hidden = column > row
+        if window:
+            hidden |= column <= row - window
+        weights = torch.exp(queries @ keys[:, seen].transpose(1, 2) * scale - by_kv_head(lse[start:stop, :, None]))
+        weights = weights.masked_fill(hidden, 0.0)
+        grad_v[:, seen] += weights.transpose(1, 2) @ upstream
+        grad_scores = weights * (upstream @ values[:, seen].transpose(1, 2) - by_kv_head(delta[start:stop])) * scale
+        grad_k[:, seen] += grad_scores.transpose(1, 2) @ queries
+        part = (grad_scores @ keys[:, seen]).unflatten(1, (stop - start, group))
+        grad_q[start:stop] = part.transpose(0, 1).reshape(stop - start, heads, dim)
+    return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, window: int = 0) -> Tensor:
+    """Causal attention of packed sequences, differentiable. q [T, heads, D], k and v [T, kv_heads, D], one dtype.
+
+    window: keys a query sees, itself included (Mistral's sliding window); 0 is all.
+    """
+    return _Attention.apply(q, k, v, layout, scale, window)
+
+
+# --- from logits to tokens and log-probs ----------------------------------------------------------------------------
+
+
+@dataclass
+class RowParams:
+    """Sampling parameters, one entry a row; `banned` token ids have probability 0. See `kernels/cpu/sampling.py`."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    banned: list[list[int]]
+
+    @classmethod
+    def repeat(cls, rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowParams:
+        return cls(
+            np.full(rows, temperature, np.float64),
+            np.full(rows, top_k, np.int64),
+            np.full(rows, top_p, np.float64),
+            np.full(rows, min_p, np.float64),
+            [[]] * rows,
+        )
+
+    def __getitem__(self, rows: slice) -> RowParams:
+        return RowParams(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.banned[rows]
+        )
+
+
+def distribution(logits: Tensor, params: RowParams, tokens: np.ndarray, seeds=None, samples=None, positions=None):
+    """(fields f64 [R, 3]: log-prob, entropy, log-sum-exp; thresholds fp32 [R]) of fp32 logits [R, V].
+
+    tokens int64 [R]: the token to score, or -1 to draw one (written in place) from the counter-based generator at
+    (seeds u64, samples i64, positions i64).
+    """
+    rows = logits.shape[0]
+    seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
+    samples = np.zeros(rows, np.int64) if samples is None else samples
+    positions = np.zeros(rows, np.int64) if positions is None else positions
+    p = params
+    return backend(logits.device).distribution(
+        logits, p.temperature, p.top_k, p.top_p, p.min_p, p.banned, tokens, seeds, samples, positions
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, params, chunk, route):
+        fields, thresholds = [], []
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = _product(hidden[rows], weight, bias, route)
+            part, edge = distribution(logits, params[rows], targets[rows].numpy().copy())
+            fields.append(part)
+            thresholds.append(edge)
+        result, edges = torch.cat(fields), torch.cat(thresholds)
+        ctx.save_for_backward(hidden, weight, bias, targets, result, edges)
+        ctx.params, ctx.chunk, ctx.route = params, chunk, route
+        return result[:, 0].float(), result[:, 1].float()
+
+    @staticmethod
+    def backward(ctx, grad_logprob, grad_entropy):
+        hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
+        kernels = backend(hidden.device)
+        grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros(weight.shape)
+        grad_bias = None if bias is None else torch.zeros(bias.shape)
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            params = ctx.params[rows]
+            temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
+            z = _product(hidden[rows], weight, bias, ctx.route) / temperature
+            for row, ids in enumerate(params.banned):
+                z[row, ids] = -math.inf
+            logp = z - fields[rows, 2, None].float()
+            kept = (z >= edges[rows, None]) & (logp > -math.inf)
+            p = torch.where(kept, logp.exp(), 0.0)
+            logp = torch.where(kept, logp, 0.0)
+            entropy = fields[rows, 1, None].float()
+            up, here = grad_logprob[rows, None], targets[rows, None]
+            up = torch.where(kept.gather(1, here), up, 0.0)  # a token outside the distribution has no gradient
+            grad = -p * (up + grad_entropy[rows, None] * (logp + entropy))
+            grad.scatter_add_(1, here, up)
+            grad /= temperature
+            grad_hidden[rows] = _product(grad, weight.t(), None, "fma")
+            narrow = hidden[rows].detach().float()
+            kernels.linear_unpacked(grad.t().contiguous(), narrow.t(), grad_weight)  # chains go on over the chunks
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        grads = grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
+        return *grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    params: RowParams,
+    chunk: int = 256,
+    route: str = "fma",
+) -> tuple[Tensor, Tensor]:
+    """lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
+
+    hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats).
+    """
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, params, chunk, route)
