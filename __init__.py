@@ -1,0 +1,44 @@
+"""samebits: a small rollout engine whose log-probabilities are, bit for bit, the trainer's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "engine",
+    "SamplingParams": "engine",
+    "RequestOutput": "engine",
+    "Completion": "engine",
+    "WeightUpdateError": "engine",
+    "CheckpointError": "model",
+    "UnsupportedModelError": "model",
+    "NumericsError": "kernels.contract",
+}
+
+if TYPE_CHECKING:
+    from .engine import LLM, Completion, RequestOutput, SamplingParams, WeightUpdateError
+    from .kernels.contract import NumericsError
+    from .model import CheckpointError, UnsupportedModelError
+
+
+def __getattr__(name: str):
+    """Public names load on first use, so that `samebits.scheduler` and the CLI's help need no torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "Completion",
+    "NumericsError",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "WeightUpdateError",
+    "__version__",
+]

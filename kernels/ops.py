@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16)}
-LINEAR_ROUTES = ("fma", "mkl")
+LINEAR_ROUTES = ("fma", "mkl", "torch")
 
 
 def backend(device: torch.device) -> ModuleType:
@@ -56,7 +56,7 @@ def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, rout
         kernels = backend(x.device)
         return kernels.linear_packed(x, weight.panels, kernels.start(bias, x.shape[0], weight.features))
     weight = weight.detach().float()
-    if route == "mkl":
+    if route != "fma":
         return F.linear(x, weight, None if bias is None else bias.float())
     kernels = backend(x.device)
     return kernels.linear_unpacked(x, weight, kernels.start(bias, x.shape[0], weight.shape[0]))
@@ -85,7 +85,8 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, route: str = "fma") -> Tensor:
     """x [..., depth] @ weight[features, depth].T + bias, in x's dtype: fp32 accumulation, one rounding.
 
-    route: "fma", our own chain of fused multiply-adds (any CPU), or "mkl", oneMKL in strict reproducibility mode.
+    route: "fma", our own chain of fused multiply-adds (any CPU); "mkl", torch's product with oneMKL in strict mode;
+    "torch", torch's product as it comes, whose bits depend on the batch: for comparisons.
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, PackedWeight):

@@ -17,8 +17,8 @@ import torch
 from numba import float32, prange
 
 from .elementwise import exp
-from .jit import inline, parallel
-from .simd import LANES, fma, make_matmul
+from .jit import inline, parallel, storage
+from .simd import LANES, fma, matmul_one, matmul_two
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
@@ -31,100 +31,91 @@ def padded_dim(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def _make_attention(bf16: bool):
-    wide, narrow = make_matmul(2, bf16), make_matmul(1, bf16)
-    item = 2 if bf16 else 4
+@inline
+def _product(a, b, depth, c, rows):
+    """c[:rows] += a[:rows, :depth] @ b[:depth]."""
+    columns = b.shape[1]
+    j = 0
+    while columns - j >= 2 * LANES:
+        matmul_two(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows)
+        j += 2 * LANES
+    while columns - j >= LANES:
+        matmul_one(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows)
+        j += LANES
 
-    @inline
-    def product(a, stride_a, b, stride_b, depth, c, stride_c, rows, columns):
-        j = 0
-        while columns - j >= 2 * LANES:
-            wide(a, stride_a, b + item * j, stride_b, depth, c + 4 * j, stride_c, rows)
-            j += 2 * LANES
-        while columns - j >= LANES:
-            narrow(a, stride_a, b + item * j, stride_b, depth, c + 4 * j, stride_c, rows)
-            j += LANES
 
-    @inline
-    def softmax_step(s, tree, low, high, scale, m, l):
-        """Scores -> weights relative to the new maximum. Returns (maximum, sum, factor for what came before)."""
-        for j in range(BLOCK):
-            s[j] = s[j] * scale if low <= j < high else _LOWEST
-        for j in range(16):
-            tree[j] = max(s[j], s[j + 16])
-        width = 8
-        while width > 0:
-            for j in range(width):
-                tree[j] = max(tree[j], tree[j + width])
-            width //= 2
-        new = max(m, tree[0])
-        for j in range(BLOCK):
-            s[j] = exp(s[j] - new) if low <= j < high else _ZERO
-        for j in range(16):
-            tree[j] = s[j] + s[j + 16]
-        width = 8
-        while width > 0:
-            for j in range(width):
-                tree[j] = tree[j] + tree[j + width]
-            width //= 2
-        factor = exp(m - new)
-        return new, fma(l, factor, tree[0]), factor
+@inline
+def _softmax_step(s, tree, low, high, scale, m, l):
+    """Scores -> weights relative to the new maximum. Returns (maximum, sum, factor for what came before)."""
+    for j in range(BLOCK):
+        s[j] = s[j] * scale if low <= j < high else _LOWEST
+    for j in range(16):
+        tree[j] = max(s[j], s[j + 16])
+    width = 8
+    while width > 0:
+        for j in range(width):
+            tree[j] = max(tree[j], tree[j + width])
+        width //= 2
+    new = max(m, tree[0])
+    for j in range(BLOCK):
+        s[j] = exp(s[j] - new) if low <= j < high else _ZERO
+    for j in range(16):
+        tree[j] = s[j] + s[j + 16]
+    width = 8
+    while width > 0:
+        for j in range(width):
+            tree[j] = tree[j] + tree[j + width]
+        width //= 2
+    factor = exp(m - new)
+    return new, fma(l, factor, tree[0]), factor
 
-    @parallel
-    def attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale, window, out, lse, programs):
-        heads, dim = q.shape[1], q.shape[2]
-        kv_heads = k_cache.shape[1]
-        width = v_cache.shape[3]
-        group = heads // kv_heads
-        most = max(QUERY_ROWS, group)
-        for program in prange(programs):
-            qs = np.empty((most, dim), np.float32)
-            s = np.empty((most, BLOCK), np.float32)
-            o = np.empty((most, width), np.float32)
-            m = np.empty(most, np.float32)
-            l = np.empty(most, np.float32)
-            tree = np.empty(16, np.float32)
-            for work in range(program, items.shape[0] * kv_heads, programs):
-                first, count, sequence = items[work // kv_heads]
-                head = work % kv_heads
-                rows = count * group
-                position = positions[first]
+
+@parallel
+def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale, window, out, lse, programs):
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads = k_cache.shape[1]
+    width = v_cache.shape[3]
+    group = heads // kv_heads
+    most = max(QUERY_ROWS, group)
+    for program in prange(programs):
+        qs = np.empty((most, dim), np.float32)
+        s = np.empty((most, BLOCK), np.float32)
+        o = np.empty((most, width), np.float32)
+        m = np.empty(most, np.float32)
+        l = np.empty(most, np.float32)
+        tree = np.empty(16, np.float32)
+        for work in range(program, items.shape[0] * kv_heads, programs):
+            first, count, sequence = items[work // kv_heads]
+            head = work % kv_heads
+            rows = count * group
+            position = positions[first]
+            for r in range(rows):
+                qs[r] = q[first + r // group, head * group + r % group]
+                m[r] = _LOWEST
+                l[r] = _ZERO
+            o[:rows] = _ZERO
+            last = position + count - 1
+            start = max(0, position - window + 1) // BLOCK if window > 0 else 0
+            for block in range(start, last // BLOCK + 1):
+                page = tables[table_starts[sequence] + block]
+                base = block * BLOCK
+                s[:rows] = _ZERO
+                _product(qs, k_cache[page, head], dim, s, rows)
                 for r in range(rows):
-                    qs[r] = q[first + r // group, head * group + r % group]
-                    m[r] = _LOWEST
-                    l[r] = _ZERO
-                o[:rows] = _ZERO
-                last = position + count - 1
-                start = max(0, position - window + 1) // BLOCK if window > 0 else 0
-                for block in range(start, last // BLOCK + 1):
-                    page = tables[table_starts[sequence] + block]
-                    base = block * BLOCK
-                    s[:rows] = _ZERO
-                    k_address = k_cache[page, head].ctypes.data
-                    product(qs.ctypes.data, dim, k_address, BLOCK, dim, s.ctypes.data, BLOCK, rows, BLOCK)
-                    for r in range(rows):
-                        here = position + r // group
-                        low = max(0, here - window + 1 - base) if window > 0 else 0
-                        m[r], l[r], factor = softmax_step(
-                            s[r], tree, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r]
-                        )
-                        if factor != _ONE:
-                            for j in range(width):
-                                o[r, j] *= factor
-                    v_address = v_cache[page, head].ctypes.data
-                    depth = min(BLOCK, last - base + 1)
-                    product(s.ctypes.data, BLOCK, v_address, width, depth, o.ctypes.data, width, rows, width)
-                for r in range(rows):
-                    token, h = first + r // group, head * group + r % group
-                    for j in range(dim):
-                        out[token, h, j] = o[r, j] / l[r] + _ZERO  # + 0: a masked key may have turned -0 into +0
-                    lse[token, h] = float32(float(m[r]) + math.log(float(l[r])))
-
-    return attention
-
-
-_attention_f32 = _make_attention(bf16=False)
-_attention_bf16 = _make_attention(bf16=True)
+                    here = position + r // group
+                    low = max(0, here - window + 1 - base) if window > 0 else 0
+                    m[r], l[r], factor = _softmax_step(
+                        s[r], tree, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r]
+                    )
+                    if factor != _ONE:
+                        for j in range(width):
+                            o[r, j] *= factor
+                _product(s, v_cache[page, head], min(BLOCK, last - base + 1), o, rows)
+            for r in range(rows):
+                token, h = first + r // group, head * group + r % group
+                for j in range(dim):
+                    out[token, h, j] = o[r, j] / l[r] + _ZERO  # + 0: a masked key may have turned -0 into +0
+                lse[token, h] = float32(float(m[r]) + math.log(float(l[r])))
 
 
 @parallel
@@ -137,19 +128,16 @@ def _write_kv(k, v, slots, k_cache, v_cache):
                 v_cache[page, h, offset, j] = v[t, h, j]
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
 def new_kv_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k_cache = torch.zeros(pages, kv_heads, head_dim, BLOCK, dtype=dtype)
-    v_cache = torch.zeros(pages, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype)
+    """Empty pages: nothing is read before it was written, so memory is touched only as it fills."""
+    k_cache = torch.empty(pages, kv_heads, head_dim, BLOCK, dtype=dtype)
+    v_cache = torch.empty(pages, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype)
     return k_cache, v_cache
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """k, v [T, kv_heads, head_dim] in the cache's dtype; slot = page * BLOCK + offset, int32 [T]."""
-    _write_kv(_array(k), _array(v), slots, _array(k_cache), _array(v_cache))
+    _write_kv(storage(k), storage(v), slots, storage(k_cache), storage(v_cache))
 
 
 def work_items(lengths, group: int) -> np.ndarray:
@@ -169,8 +157,7 @@ def attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale
     window: keys a row sees, itself included; 0 is all.
     """
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-    run = _attention_bf16 if k_cache.dtype == torch.bfloat16 else _attention_f32
-    caches = _array(k_cache), _array(v_cache)
+    caches = storage(k_cache), storage(v_cache)
     programs = torch.get_num_threads()
-    run(q.numpy(), *caches, items, positions, tables, table_starts, scale, window, out.numpy(), lse.numpy(), programs)
+    _attention(q.numpy(), *caches, items, positions, tables, table_starts, scale, window, out.numpy(), lse.numpy(), programs)
     return out, lse

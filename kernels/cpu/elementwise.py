@@ -83,17 +83,18 @@ def _gelu(x):
     return float32(0.5 * float(x) * math.erfc(-float(x) * 0.7071067811865476))
 
 
-def _gated(activation):
-    @parallel
-    def gated(gate, up, out):
-        for i in prange(gate.shape[0]):
+@parallel
+def _gated(gate, up, kind, out):
+    for i in prange(gate.shape[0]):
+        if kind == 0:
             for j in range(gate.shape[1]):
-                out[i, j] = activation(gate[i, j]) * up[i, j]
-
-    return gated
-
-
-_gated_kernels = {"silu": _gated(_silu), "gelu": _gated(_gelu), "gelu_pytorch_tanh": _gated(_gelu_tanh)}
+                out[i, j] = _silu(gate[i, j]) * up[i, j]
+        elif kind == 1:
+            for j in range(gate.shape[1]):
+                out[i, j] = _gelu(gate[i, j]) * up[i, j]
+        else:
+            for j in range(gate.shape[1]):
+                out[i, j] = _gelu_tanh(gate[i, j]) * up[i, j]
 
 
 @parallel
@@ -109,7 +110,7 @@ def _rotary_tables(positions, inv_freq, scaling, cos, sin):
             sin[t, j + half] = s
 
 
-ACTIVATIONS = tuple(_gated_kernels)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +123,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
     """activation(gate) * up for [rows, width] fp32; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
     out = torch.empty_like(gate)
-    _gated_kernels[name](gate.numpy(), up.numpy(), out.numpy())
+    _gated(gate.numpy(), up.numpy(), ACTIVATIONS.index(name), out.numpy())
     return out
 
 

@@ -6,12 +6,14 @@ one file only, and a stale object file must not outlive a change to a function t
 """
 
 import hashlib
+import os
 import pathlib
 import threading
 from contextlib import contextmanager
 from functools import wraps
 
 import numba
+import numpy as np
 import torch
 
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
@@ -23,22 +25,22 @@ _pool = threading.Lock()  # numba's fallback pool (workqueue) aborts the process
 @contextmanager
 def _cache_folder():
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = before or str(pathlib.Path.home() / ".cache" / "samebits" / f"kernels-{SOURCE_HASH}")
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    numba.config.CACHE_DIR = before or str(root / "samebits" / f"kernels-{SOURCE_HASH}")
     try:
         yield
     finally:
         numba.config.CACHE_DIR = before
 
 
+def storage(tensor: torch.Tensor) -> np.ndarray:
+    """A view for numba, which has no bf16: its bits as int16."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def inline(function):
     """A helper compiled into its callers."""
     return numba.njit(error_model="numpy", nogil=True)(function)
-
-
-def kernel(function):
-    """A serial kernel, callable from Python."""
-    with _cache_folder():
-        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
 
 
 def parallel(function):
@@ -51,6 +53,4 @@ def parallel(function):
         with _pool:
             numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
             return compiled(*args)
-
-    launch.compiled = compiled  # type: ignore[attr-defined]
     return launch

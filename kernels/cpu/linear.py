@@ -8,58 +8,40 @@ import numpy as np
 import torch
 from numba import prange
 
-from .jit import inline, parallel
-from .simd import PANEL, PANEL_VECTORS, make_matmul
-
-_matmul_f32 = make_matmul(PANEL_VECTORS, bf16=False)
-_matmul_bf16 = make_matmul(PANEL_VECTORS, bf16=True)
+from .jit import inline, parallel, storage
+from .simd import PANEL, matmul_panel
 
 
-def _make_panel_product(matmul):
-    @inline
-    def panel_product(x, panel, panel_index, out):
-        rows, depth = x.shape
-        features = out.shape[1]
-        first = panel_index * PANEL
-        address = x.ctypes.data
-        if features - first >= PANEL:
-            matmul(address, depth, panel, PANEL, depth, out.ctypes.data + 4 * first, features, rows)
-        else:  # the ragged last panel goes through a scratch of full width
-            width = features - first
-            scratch = np.zeros((rows, PANEL), np.float32)
-            scratch[:, :width] = out[:, first:]
-            matmul(address, depth, panel, PANEL, depth, scratch.ctypes.data, PANEL, rows)
-            out[:, first:] = scratch[:, :width]
-
-    return panel_product
-
-
-_product_f32 = _make_panel_product(_matmul_f32)
-_product_bf16 = _make_panel_product(_matmul_bf16)
+@inline
+def _panel_product(x, panel, panel_index, out):
+    rows, depth = x.shape
+    features = out.shape[1]
+    first = panel_index * PANEL
+    if features - first >= PANEL:
+        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows)
+    else:  # the ragged last panel goes through a scratch of full width
+        scratch = np.zeros((rows, PANEL), np.float32)
+        scratch[:, : features - first] = out[:, first:]
+        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows)
+        out[:, first:] = scratch[:, : features - first]
 
 
 @parallel
-def _linear_packed_f32(x, panels, out):
+def _linear_packed(x, panels, out):
     for p in prange(panels.shape[0]):
-        _product_f32(x, panels[p].ctypes.data, p, out)
-
-
-@parallel
-def _linear_packed_bf16(x, panels, out):
-    for p in prange(panels.shape[0]):
-        _product_bf16(x, panels[p].ctypes.data, p, out)
+        _panel_product(x, panels[p], p, out)
 
 
 @parallel
 def _linear_unpacked(x, weight, out):
     features, depth = weight.shape
     for p in prange((features + PANEL - 1) // PANEL):
-        scratch = np.zeros((depth, PANEL), np.float32)
+        panel = np.zeros((depth, PANEL), np.float32)
         first = p * PANEL
         for j in range(min(PANEL, features - first)):
             for k in range(depth):
-                scratch[k, j] = weight[first + j, k]
-        _product_f32(x, scratch.ctypes.data, p, out)
+                panel[k, j] = weight[first + j, k]
+        _panel_product(x, panel, p, out)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -87,10 +69,7 @@ def start(bias: torch.Tensor | None, rows: int, features: int) -> torch.Tensor:
 
 def linear_packed(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out [rows, features] fp32 += x [rows, depth] fp32 @ weight.T, with `panels` from `pack` in fp32 or bf16."""
-    if panels.dtype == torch.bfloat16:
-        _linear_packed_bf16(x.numpy(), panels.view(torch.int16).numpy(), out.numpy())
-    else:
-        _linear_packed_f32(x.numpy(), panels.numpy(), out.numpy())
+    _linear_packed(x.numpy(), storage(panels), out.numpy())
     return out
 
 

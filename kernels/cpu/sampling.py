@@ -181,10 +181,11 @@ def _distribution(
         for j in range(vocab):
             if z[j] >= threshold and weights[j] > 0.0:
                 mean += float64(weights[j]) * (float64(z[j]) - float64(most))
+        log_sum_exp = float64(most) + log_total
         kept = token >= 0 and z[token] >= threshold
-        fields[i, 0] = float64(z[token]) - float64(most) - log_total if kept else -np.inf
+        fields[i, 0] = float64(z[token]) - log_sum_exp if kept else -np.inf
         fields[i, 1] = log_total - mean / total
-        fields[i, 2] = float64(most) + log_total
+        fields[i, 2] = log_sum_exp
         if not math.isfinite(total):
             fields[i, :] = np.nan
         thresholds[i] = threshold

@@ -10,10 +10,9 @@ from what `c` holds, it may be cut anywhere along k and continued without changi
 """
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -138,23 +137,44 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
     return tile_op
 
 
-def make_matmul(vectors: int, bf16: bool):
-    """Any number of rows by `vectors * LANES` columns: tiles of 8, 4, 2 and 1 rows, in this order."""
-    tile8, tile4, tile2, tile1 = (_make_tile(rows, vectors, bf16) for rows in (TILE_ROWS, 4, 2, 1))
+def _row_tiles(vectors: int, bf16: bool):
+    """Any number of rows by `vectors * LANES` columns: tiles of TILE_ROWS, 4, 2 and 1 rows, in this order."""
+    most, four, two, one = (_make_tile(rows, vectors, bf16) for rows in (TILE_ROWS, 4, 2, 1))
+    size = 2 if bf16 else 4
 
-    @numba.njit(error_model="numpy", nogil=True)
-    def matmul(a, stride_a, b, stride_b, depth, c, stride_c, rows):
+    def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+        address = b.ctypes.data + size * offset
         r = 0
         while rows - r >= TILE_ROWS:
-            tile8(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            most(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
             r += TILE_ROWS
         if rows - r >= 4:
-            tile4(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            four(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
             r += 4
         if rows - r >= 2:
-            tile2(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            two(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
             r += 2
         if rows - r >= 1:
-            tile1(a + 4 * r * stride_a, stride_a, b, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            one(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
+
+    return product
+
+
+def _matmul(vectors: int):
+    """c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...] for an array b of fp32, or of bf16 seen as int16.
+
+    Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
+    address and row stride, rows. (numba caches a kernel on disk only if it closes over nothing, hence the overload.)
+    """
+
+    def matmul(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+        raise NotImplementedError("for compiled callers")
+
+    @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
+    def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+        return _row_tiles(vectors, bf16=b.dtype == types.int16)
 
     return matmul
+
+
+matmul_panel, matmul_two, matmul_one = _matmul(PANEL_VECTORS), _matmul(2), _matmul(1)

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig
+
+from ..kernels import ops
+from ..kernels.contract import Contract
+from ..model.checkpoint import resolve
+from ..model.exact import contract_of, exact_model
+from ..scheduler import BlockManager, Scheduler
+from .config import EngineConfig
+from .model_runner import ModelRunner
+from .outputs import RequestOutput
+from .request import Request, Sample
+from .sampling_params import SamplingParams
+from .weights import Source, WeightLoader
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and the load now. Memory in bytes."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_cache_bytes: int
+    steps: int
+    prompt_tokens_computed: int
+    prefix_hit_tokens: int
+    generation_tokens: int
+    preemptions: int
+    step_seconds: float
+    weight_version: int
+
+
+class LLM:
+    """The rollout engine. Its log-probs are, bit for bit, those of `samebits.trainer.token_logprobs`.
+
+    model: a checkpoint directory, a hub id or "smollm2". Keywords: see `EngineConfig`; an unknown one is a TypeError.
+    Raises CheckpointError, UnsupportedModelError or NumericsError at once where the promise can't be kept.
+    """
+
+    def __init__(self, model: str | os.PathLike, **settings):
+        self.config = EngineConfig(**settings)
+        self.path = resolve(model)
+        device = self.config.device or "cpu"
+        hf = exact_model(self.path, self.config.dtype, device, self.config.linear_route, self.config.exact)
+        self.model_config = hf.config
+        self.contract: Contract | None = contract_of(hf) if self.config.exact else None
+        limit = hf.config.max_position_embeddings
+        if (self.config.max_model_len or 0) > limit:
+            raise ValueError(f"max_model_len {self.config.max_model_len} exceeds the model's {limit} positions")
+        self.max_model_len = self.config.max_model_len or limit
+        self.eos_token_ids = _eos_token_ids(self.path, hf.config)
+        self.weight_version = 0
+        self._weights = WeightLoader(hf)
+        block_bytes = ModelRunner.block_bytes(hf)
+        block_size = ops.backend(hf.device).BLOCK
+        num_blocks = self._num_blocks(block_bytes, block_size)
+        self._runner = ModelRunner(hf, num_blocks)
+        blocks = BlockManager(num_blocks, block_size)
+        blocks.reset_prefix_cache(self._salt())
+        self.scheduler = Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self.kv_cache_bytes = num_blocks * block_bytes
+        self._requests: dict[str, Request] = {}
+        self._next_seq_id = 0
+        self._next_request_id = 0
+        self._generation_tokens = 0
+        self._step_seconds = 0.0
+        self._tokenizer: Any = None
+        self._tokenizer_tried = self.config.skip_tokenizer_init
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Runs the prompts to their end; outputs in their order.
+
+        prompts: one or several of: a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}.
+        sampling_params: one for all, or one per prompt. All are checked before the first starts. When the call ends
+        early (Ctrl-C, an error), its own requests are aborted, others stay, and the engine stays usable.
+        """
+        if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling_params; give one, or one per prompt")
+        requests = [self._request(p, s, None) for p, s in zip(prompts, each, strict=True)]  # type: ignore[arg-type]
+        try:
+            for request in requests:
+                self._submit(request)
+            total = sum(len(r.samples) for r in requests)
+            with tqdm(total=total, desc="Generating", unit="sample", delay=2, disable=not use_tqdm) as bar:
+                while any(not r.finished for r in requests):
+                    self._step()
+                    done = sum(s.finish_reason is not None for r in requests for s in r.samples)
+                    bar.update(done - bar.n)
+        except BaseException:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
+        return [r.output(self.tokenizer) for r in requests]
+
+    def chat(
+        self,
+        messages: list[dict[str, str]] | list[list[dict[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` on one or several conversations, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self._chat_ids(c) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _chat_ids(self, conversation) -> list[int]:
+        tokenizer = self._need_tokenizer("chat")
+        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None) -> str:
+        """Queues one request; drive it with `step`. Returns its id. ValueError at once if it can't be served."""
+        request = self._request(prompt, sampling_params, request_id)
+        self._submit(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one batch. Returns a snapshot of every request that got a token or ended: streaming."""
+        return [r.output(self.tokenizer) for r in self._step()]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its samples so far get finish_reason "abort". False if it isn't there (any more)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        leader = request.samples[0]
+        unstarted = {s.seq_id for s in leader.siblings}
+        leader.siblings = []
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sample.finish_reason = "abort"
+                if sample.seq_id not in unstarted:
+                    self.scheduler.finish(sample)
+        return True
+
+    def _step(self) -> list[Request]:
+        start = time.perf_counter()
+        with _deferred_interrupt():  # state changes whole steps at a time
+            batch = self.scheduler.schedule()
+            if not batch.sequences:
+                return []
+            self._runner.copy_blocks(self.scheduler.block_copies)
+            self.scheduler.block_copies.clear()
+            tokens, scores = self._runner.run(batch)
+            touched: dict[str, Request] = {}
+            sampling = [s for s in batch.sequences if s.samples_now]
+            self.scheduler.advance(batch)
+            for seq_id, values in scores.items():
+                leader = next(s for s in batch.sequences if s.seq_id == seq_id)
+                leader.request.prompt_logprobs += values  # type: ignore[attr-defined]
+            started = [s for seq in sampling for s in (seq, *self.scheduler.fork(seq))]
+            for sample in started:
+                assert isinstance(sample, Sample)
+                sample.append(tokens[sample.seq_id], self.weight_version)
+                sample.request.check_stop(sample, self._tokenizer)
+                if sample.finish_reason is not None:
+                    self.scheduler.finish(sample)
+                touched[sample.request.request_id] = sample.request
+            for request in touched.values():
+                if request.finished:
+                    self._requests.pop(request.request_id, None)
+            self._generation_tokens += len(started)
+            self._step_seconds += time.perf_counter() - start
+            return list(touched.values())
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        text, ids = self._token_ids(prompt)
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed")
+        vocab = self.model_config.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"prompt token ids must be integers, got {token!r}")
+            if not 0 <= token < vocab:
+                raise ValueError(f"token id {token} is out of range; the vocabulary has {vocab} entries")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise ValueError(f"prompt of {len(ids)} tokens leaves no room in max_model_len {self.max_model_len}")
+        bad = [t for t in params.stop_token_ids if t >= vocab]
+        if bad:
+            raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {vocab} entries")
+        if params.stop:
+            self._need_tokenizer("stop strings")
+        if request_id is None:
+            request_id, self._next_request_id = f"request-{self._next_request_id}", self._next_request_id + 1
+        elif request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        request = Request(request_id, text, ids, params, seed, () if params.ignore_eos else self.eos_token_ids)
+        max_tokens = min(params.max_tokens or room, room)
+        cache = self.config.enable_prefix_caching and not params.prompt_logprobs
+        for index in range(params.n):
+            request.samples.append(Sample(self._next_seq_id, request, index, max_tokens, cache))
+            self._next_seq_id += 1
+        self.scheduler.check_fits(request.samples[0])
+        return request
+
+    def _submit(self, request: Request) -> None:
+        leader, *siblings = request.samples
+        leader.siblings = list(siblings)
+        self.scheduler.add(leader)
+        self._requests[request.request_id] = request
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if set(prompt) == {"prompt_token_ids"}:
+                return None, list(prompt["prompt_token_ids"])
+            if set(prompt) != {"prompt"}:
+                raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer("string prompts").encode(prompt)
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        return None, list(prompt)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def update_weights(self, source: Source, version: int | None = None) -> int:
+        """Replaces all weights, all or nothing, and returns the new version (by default the old one + 1).
+
+        source: a module (also under FSDP2; every rank must then iterate its state dict), (name, tensor) pairs, or a
+        checkpoint directory. Tensors of the engine's dtype, or float32 to be rounded to it. Running requests go on:
+        their KV is recomputed under the new weights, so each token stays exact for the version that sampled it.
+        Raises WeightUpdateError and serves the old weights on when anything is wrong with the source.
+        """
+        if version is None:
+            version = self.weight_version + 1
+        if isinstance(version, bool) or not isinstance(version, int) or version <= self.weight_version:
+            raise ValueError(f"version must be an integer above {self.weight_version}, got {version!r}")
+        with _deferred_interrupt():
+            self._weights.update(source)
+            self.weight_version = version
+            self.scheduler.preempt_all(self._salt())
+        return version
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep their KV."""
+        self.scheduler.blocks.reset_prefix_cache(self._salt())
+
+    def _salt(self) -> bytes:
+        return self.weight_version.to_bytes(16, "little")
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        blocks, counters = self.scheduler.blocks, asdict(self.scheduler.stats)
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_blocks_used=blocks.num_blocks - blocks.num_free,
+            kv_blocks_total=blocks.num_blocks,
+            kv_cache_bytes=self.kv_cache_bytes,
+            generation_tokens=self._generation_tokens,
+            step_seconds=self._step_seconds,
+            weight_version=self.weight_version,
+            **counters,
+        )
+
+    @property
+    def tokenizer(self):
+        """The model's tokenizer, or None where it has none: token ids still work."""
+        if not self._tokenizer_tried:
+            self._tokenizer_tried = True
+            files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+            if any((self.path / f).is_file() for f in files):
+                self._tokenizer = AutoTokenizer.from_pretrained(self.path)
+        return self._tokenizer
+
+    def _need_tokenizer(self, what: str):
+        if self.tokenizer is None:
+            raise ValueError(f"{what} need a tokenizer, and {self.path} has none; give token ids")
+        return self.tokenizer
+
+    def _num_blocks(self, block_bytes: int, block_size: int) -> int:
+        per_seq = -(-self.max_model_len // block_size)
+        if self.config.kv_cache_memory_bytes is not None:
+            count = self.config.kv_cache_memory_bytes // block_bytes
+            if count < 1:
+                raise ValueError(f"kv_cache_memory_bytes is less than one block of {block_bytes} bytes")
+            return count
+        free = psutil.virtual_memory().available // 4 // block_bytes
+        if free < 1:
+            raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
+        return min(free, per_seq * self.config.max_num_seqs)
+
+
+def _eos_token_ids(path, config) -> tuple[int, ...]:
+    """EOS from generation_config.json, else from the config; one id or a list."""
+    eos = config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path).eos_token_id or eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Holds Ctrl-C back until the block has ended, so that it can't leave half a step behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's handler, or we are nested
+        yield
+        return
+    pending: list[int] = []
+    signal.signal(signal.SIGINT, lambda *_: pending.append(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        raise KeyboardInterrupt

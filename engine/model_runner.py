@@ -1,0 +1,195 @@
+"""Runs one step: packs the scheduled tokens into [1, T], calls HF's forward, and draws the next tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..kernels import ops
+from ..model.exact import ExactLinear, LMHead
+from ..scheduler import Batch
+from .request import Sample, SampledToken
+
+LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding tied to a packed lm_head: looks its rows up there instead of keeping a second copy."""
+
+    packed: ops.PackedWeight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.packed.rows(ids)
+
+
+@dataclass
+class _Draw:
+    """One token to sample, or (target >= 0) to score, from one row of logits."""
+
+    sample: Sample
+    row: int
+    target: int = -1
+
+
+class ModelRunner:
+    """The model, its KV cache, and the step. Reads sequences, never changes them."""
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int):
+        self.model = model
+        self.head: LMHead = model.get_output_embeddings()
+        self.kernels = ops.backend(self.head.weight.device)
+        self.group = model.config.num_attention_heads // model.config.num_key_value_heads
+        self.kv_caches = self.new_kv_caches(model, num_blocks)
+        self.pack_weights()
+
+    @staticmethod
+    def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """One (k, v) pair a layer."""
+        config, weight = model.config, model.get_output_embeddings().weight
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = num_blocks, config.num_key_value_heads, head_dim
+        new = ops.backend(weight.device).new_kv_cache
+        return [new(*shape, weight.dtype) for _ in range(config.num_hidden_layers)]
+
+    @staticmethod
+    def block_bytes(model: PreTrainedModel) -> int:
+        """Bytes of one KV block over all layers."""
+        return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
+
+    def pack_weights(self) -> None:
+        """Rollout-only layout: each weight lives once, packed for the product."""
+        embedding = self.model.get_input_embeddings()
+        tied = embedding.weight is self.head.weight
+        for module in self.model.modules():
+            if isinstance(module, ExactLinear) and module.route == "fma":
+                module.packed = ops.PackedWeight.pack(module.weight)
+                module.weight = None
+        if tied and self.head.packed is not None:
+            embedding.__class__ = PackedEmbedding
+            embedding.packed = self.head.packed
+            embedding.weight = None
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole KV blocks, source to destination, in every layer."""
+        if copies:
+            source, destination = torch.tensor(copies).unbind(1)
+            for caches in self.kv_caches:
+                for cache in caches:
+                    cache[destination] = cache[source]
+
+    def _layout(self, batch: Batch) -> ops.PagedLayout:
+        size = self.kernels.BLOCK
+        lengths = [s.num_scheduled_tokens for s in batch.sequences]
+        positions = np.concatenate([
+            np.arange(s.num_cached_tokens, s.num_cached_tokens + n, dtype=np.int32)
+            for s, n in zip(batch.sequences, lengths, strict=True)
+        ])  # fmt: skip
+        sizes = [len(s.block_table) for s in batch.sequences]
+        tables = np.fromiter((b for s in batch.sequences for b in s.block_table), np.int32, sum(sizes))
+        starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
+        pages = tables[np.repeat(starts, lengths) + positions // size]
+        slots = pages * np.int32(size) + positions % size
+        return ops.PagedLayout(lengths, positions, slots, tables, starts, self.kernels.work_items(lengths, self.group))
+
+    def _draws(self, batch: Batch) -> tuple[list[_Draw], list[int]]:
+        """What to sample and score, and the rows of the hidden states that the draws' `row` counts."""
+        draws, rows, first = [], [], 0
+        for seq in batch.sequences:
+            assert isinstance(seq, Sample)
+            start, count = seq.num_cached_tokens, seq.num_scheduled_tokens
+            if seq.request.params.prompt_logprobs and seq.sample_index == 0:
+                done = 1 + len(seq.request.prompt_logprobs)  # recompute after preemption scores nothing twice
+                for position in range(max(start, done - 1), min(start + count, seq.num_prompt_tokens - 1)):
+                    draws.append(_Draw(seq, len(rows), seq.token_ids[position + 1]))
+                    rows.append(first + position - start)
+            if seq.samples_now:
+                draws += [_Draw(s, len(rows)) for s in (seq, *seq.siblings)]  # type: ignore[arg-type]
+                rows.append(first + count - 1)
+            first += count
+        return draws, rows
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> tuple[dict[int, SampledToken], dict[int, list[float]]]:
+        """Computes the batch's KV. Returns the next token by seq_id, and newly scored prompt tokens by seq_id.
+
+        Raises FloatingPointError, naming the requests, where logits aren't finite.
+        """
+        layout = self._layout(batch)
+        ids = torch.tensor([
+            t for s in batch.sequences for t in s.token_ids[s.num_cached_tokens : s.num_cached_tokens + s.num_scheduled_tokens]
+        ])  # fmt: skip
+        positions = torch.from_numpy(layout.positions).long()
+        hidden = self.model.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, kv_caches=self.kv_caches
+        ).last_hidden_state[0]
+        draws, rows = self._draws(batch)
+        tokens: dict[int, SampledToken] = {}
+        scores: dict[int, list[float]] = {}
+        start = 0
+        for low in range(0, len(rows), LOGIT_ROWS):
+            logits = self.head(hidden[rows[low : low + LOGIT_ROWS]])
+            stop = start
+            while stop < len(draws) and draws[stop].row < low + LOGIT_ROWS:
+                stop += 1
+            for draw, token in zip(draws[start:stop], self._sample(logits, draws[start:stop], low), strict=True):
+                if draw.target < 0:
+                    tokens[draw.sample.seq_id] = token
+                else:
+                    scores.setdefault(draw.sample.seq_id, []).append(token.logprob)
+            start = stop
+        return tokens, scores
+
+    def _sample(self, logits: Tensor, draws: list[_Draw], first_row: int) -> list[SampledToken]:
+        index = [d.row - first_row for d in draws]
+        if index != list(range(logits.shape[0])):
+            logits = logits[index]
+        requests = [d.sample.request for d in draws]
+        settings = [r.params for r in requests]
+        params = ops.RowParams(
+            np.array([p.temperature for p in settings], np.float64),
+            np.array([p.top_k for p in settings], np.int64),
+            np.array([p.top_p for p in settings], np.float64),
+            np.array([p.min_p for p in settings], np.float64),
+            [_banned(d) for d in draws],
+        )
+        tokens = np.array([d.target for d in draws], np.int64)
+        fields, thresholds = ops.distribution(
+            logits,
+            params,
+            tokens,
+            np.array([r.seed for r in requests], np.uint64),
+            np.array([d.sample.sample_index for d in draws], np.int64),
+            np.array([d.sample.num_tokens for d in draws], np.int64),
+        )
+        if torch.isnan(fields).any():
+            bad = sorted({r.request_id for r, f in zip(requests, fields, strict=True) if f.isnan().any()})
+            raise FloatingPointError(f"non-finite logits in request {', '.join(bad)}; check the weights for NaN or inf")
+        logprobs = fields[:, 0].float().tolist()
+        result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
+        self._add_raw(logits, settings, tokens, result)
+        for i, setting in enumerate(settings):
+            if setting.logprobs:
+                logp = logits[i] / (setting.temperature or 1.0)
+                logp[params.banned[i]] = -torch.inf
+                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
+                values, best = logp.topk(min(setting.logprobs, logp.numel()))
+                result[i].top_logprobs = dict(zip(best.tolist(), values.tolist(), strict=True))
+        return result
+
+    @staticmethod
+    def _add_raw(logits: Tensor, settings, tokens: np.ndarray, result: list[SampledToken]) -> None:
+        raw = [i for i, p in enumerate(settings) if p.raw_logprobs]
+        if raw:
+            fields, _ = ops.distribution(logits[raw], ops.RowParams.repeat(len(raw)), tokens[raw])
+            for i, value in zip(raw, fields[:, 0].float().tolist(), strict=True):
+                result[i].raw_logprob = value
+
+
+def _banned(draw: _Draw) -> list[int]:
+    request = draw.sample.request
+    early = draw.target < 0 and draw.sample.num_completion_tokens < request.params.min_tokens
+    return request.terminal_ids if early else []

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+MAX_N = 4096
+MAX_LOGPROBS = 1000
+
+
+def _integer(name: str, value, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be at least {low}{f' and at most {high}' if high else ''}, got {value}")
+
+
+def _number(name: str, value, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and (low < value if open_low else low <= value) and value <= high):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one prompt is sampled; names and meanings are vLLM's.
+
+    The distribution is softmax(logits / temperature), masked by top_k, top_p and min_p in this order, renormalised;
+    log-probs are of exactly this distribution. temperature=0 is greedy: filters are off and log-probs are those of
+    temperature 1. A top_k of 0 or -1 is off. Tokens tied at a filter's edge stay in.
+
+    n: samples of the prompt. max_tokens: None is as many as the model allows. min_tokens: EOS and stop tokens have
+    probability 0 before. stop: strings that end the text (cut off from it; their tokens stay in token_ids).
+    seed: None draws one from the OS per request; samples of one request never share their random numbers.
+    logprobs: that many most probable alternatives per token. prompt_logprobs: score the prompt's tokens too.
+    raw_logprobs: also report the sampled token's log-prob at temperature 1 without filters.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    raw_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 1e4)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", stop)
+        ids = list(self.stop_token_ids or [])
+        for token in ids:
+            _integer("stop_token_ids", token, 0)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

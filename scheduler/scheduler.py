@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from .block_manager import BlockManager
+from .sequence import Sequence, SequenceStatus
+
+_arrival = attrgetter("seq_id")
+
+
+@dataclass
+class SchedulerStats:
+    prompt_tokens_computed: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Batch:
+    """What one step computes: for each sequence, `num_scheduled_tokens` from `num_cached_tokens` on."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(seq.num_scheduled_tokens for seq in self.sequences)
+
+
+class Scheduler:
+    """Decides which tokens each step computes. Both queues are in order of arrival.
+
+    Running sequences go first and may take blocks from newer ones (preemption: all KV dropped, recomputed later);
+    then waiting sequences are admitted, oldest first, as long as sequences, tokens and blocks last.
+    """
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ValueError("max_num_seqs and max_num_batched_tokens must be positive")
+        self.blocks = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.block_copies: list[tuple[int, int]] = []  # (source, destination), due before the next step's writes
+        self.stats = SchedulerStats()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_fits(self, seq: Sequence) -> None:
+        """ValueError if the sequence could ever outgrow the pool."""
+        most = seq.num_prompt_tokens + seq.max_tokens - 1  # the last token's KV is never needed
+        capacity = self.blocks.num_blocks * self.blocks.block_size
+        if most > capacity:
+            raise ValueError(
+                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens {seq.max_tokens} can't fit the KV cache of "
+                f"{capacity} tokens; lower max_tokens or raise kv_cache_memory_bytes"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence; its siblings start when its prompt's KV exists."""
+        self.check_fits(seq)
+        insort(self.waiting, seq, key=_arrival)
+
+    def schedule(self) -> Batch:
+        """The next step. Empty only if there is no work."""
+        batch, budget = Batch(), self.max_num_batched_tokens
+        preempted = False
+        for seq in list(self.running):
+            if budget == 0:
+                break
+            if seq.status is not SequenceStatus.RUNNING:  # preempted for an older one, just now
+                continue
+            tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
+            while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
+                preempted = True
+                self._preempt(self.running[-1])
+                if seq.status is not SequenceStatus.RUNNING:
+                    break
+            else:
+                budget -= self._take(batch, seq, tokens)
+        while self.waiting and not preempted and budget and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            hit = self.blocks.attach_prefix(seq)
+            tokens = min(seq.num_tokens - hit, budget)
+            if not self.blocks.grow(seq, hit + tokens):
+                self.blocks.release(seq)
+                break
+            self.waiting.pop(0)
+            seq.status = SequenceStatus.RUNNING
+            insort(self.running, seq, key=_arrival)
+            self.stats.prefix_hit_tokens += hit
+            budget -= self._take(batch, seq, tokens)
+        assert batch.sequences or not self.has_work, "nothing scheduled though there is work"
+        self.stats.steps += bool(batch.sequences)
+        return batch
+
+    def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
+        seq.num_scheduled_tokens = tokens
+        batch.sequences.append(seq)
+        prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
+        self.stats.prompt_tokens_computed += min(tokens, prompt_left)
+        return tokens
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._stop(seq)
+        seq.status = SequenceStatus.WAITING
+        insort(self.waiting, seq, key=_arrival)
+        self.stats.preemptions += 1
+
+    def _stop(self, seq: Sequence) -> None:
+        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        queue.remove(seq)
+        self.blocks.release(seq)
+        seq.num_scheduled_tokens = 0
+
+    def advance(self, batch: Batch) -> None:
+        """The step's KV exists: moves the counters and publishes full blocks."""
+        for seq in batch.sequences:
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            self.blocks.publish(seq)
+
+    def fork(self, seq: Sequence) -> list[Sequence]:
+        """Starts the siblings of a sequence whose prompt's KV exists, before it grows. Returns them.
+
+        Where sequences or blocks are short, a sibling waits like any other and finds the prompt in the prefix cache.
+        """
+        siblings, seq.siblings = seq.siblings, []
+        for sibling in siblings:
+            if len(self.running) < self.max_num_seqs and self.blocks.num_free:
+                copy = self.blocks.fork(seq, sibling)
+                if copy is not None:
+                    self.block_copies.append(copy)
+                sibling.status = SequenceStatus.RUNNING
+                insort(self.running, sibling, key=_arrival)
+            else:
+                insort(self.waiting, sibling, key=_arrival)
+        return siblings
+
+    def finish(self, seq: Sequence) -> None:
+        """Removes a sequence, finished or aborted; its published blocks stay findable."""
+        self._stop(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def preempt_all(self, salt: bytes) -> None:
+        """New weights: no KV is valid any more; running sequences start over from their tokens."""
+        for seq in reversed(list(self.running)):
+            self._preempt(seq)
+        self.block_copies.clear()
+        self.blocks.reset_prefix_cache(salt)
+
+    def check(self) -> None:
+        """Asserts the scheduler's invariants; for tests and debugging."""
+        for queue, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
+            assert all(seq.status is status for seq in queue), f"{status.name} queue holds another status"
+            ids = [seq.seq_id for seq in queue]
+            assert ids == sorted(set(ids)), f"{status.name} queue is out of order"
+        assert all(not seq.block_table and not seq.num_cached_tokens for seq in self.waiting), "a waiter holds KV"
+        assert len(self.running) <= self.max_num_seqs, "too many running"
+        for seq in self.running:
+            have = seq.num_cached_tokens + seq.num_scheduled_tokens
+            assert have <= seq.num_tokens, f"{seq} is ahead of its tokens"
+            assert len(seq.block_table) >= self.blocks.blocks_for(have), f"{seq} lacks blocks"
+        self.blocks.check(self.running)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One sample being generated. Three counters say everything; there are no phases:
+
+        0 ........ num_cached_tokens ........ + num_scheduled_tokens ........ num_tokens
+        | KV exists                 | computed by this step         | still to compute  |
+
+    Prefix hit, chunk, decode and recompute all mean "compute `num_scheduled_tokens` from `num_cached_tokens` on".
+    The step that reaches `num_tokens` samples the next token.
+    """
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        max_tokens: int,
+        sample_index: int = 0,
+        use_prefix_cache: bool = True,
+    ):
+        self.seq_id = seq_id  # ascending with arrival: the order of every queue
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.sample_index = sample_index
+        self.use_prefix_cache = use_prefix_cache
+        self.status = SequenceStatus.WAITING
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []  # chained, one a published block
+        self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def samples_now(self) -> bool:
+        """Does the scheduled step reach the last token, so that the next one is sampled?"""
+        return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
+
+    def __repr__(self) -> str:
+        counters = f"{self.num_cached_tokens}+{self.num_scheduled_tokens}/{self.num_tokens}"
+        return f"Sequence({self.seq_id}, {self.status.name.lower()}, {counters})"
