@@ -20,6 +20,18 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16)}
 LINEAR_ROUTES = ("fma", "mkl", "torch")
 
 
+def _apply(function: type[torch.autograd.Function], *args):
+    """function.apply, or its forward alone where nothing is recorded: `apply` costs as much as a small kernel."""
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoContext(), *args)
+
+
+class _NoContext:
+    """Stands in for autograd's context: what a forward saves goes nowhere."""
+
+    def save_for_backward(self, *tensors):
+        pass
+
+
 def backend(device: torch.device) -> ModuleType:
     """The kernels for a device. Raises NotImplementedError where there are none."""
     if device.type == "cpu":
@@ -51,15 +63,13 @@ class PackedWeight:
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, route: str) -> Tensor:
     """x [rows, depth] -> fp32 [rows, features], not rounded to the storage dtype."""
     x = x.detach().float().contiguous()
-    bias = None if bias is None else bias.detach()
+    bias = None if bias is None else bias.detach().float()
     if isinstance(weight, PackedWeight):
-        kernels = backend(x.device)
-        return kernels.linear_packed(x, weight.panels, kernels.start(bias, x.shape[0], weight.features))
+        return backend(x.device).linear_packed(x, weight.panels, weight.features, bias)
     weight = weight.detach().float()
     if route != "fma":
-        return F.linear(x, weight, None if bias is None else bias.float())
-    kernels = backend(x.device)
-    return kernels.linear_unpacked(x, weight, kernels.start(bias, x.shape[0], weight.shape[0]))
+        return F.linear(x, weight, bias)
+    return backend(x.device).linear_unpacked(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -92,7 +102,7 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
     if isinstance(weight, PackedWeight):
         out = _product(rows, weight, bias, route).to(x.dtype)
     else:
-        out = _Linear.apply(rows, weight, bias, route)
+        out = _apply(_Linear, rows, weight, bias, route)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -118,7 +128,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
-    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    return _apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
 _TORCH_ACTIVATIONS = {
@@ -148,7 +158,7 @@ class _GatedActivation(torch.autograd.Function):
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """activation(gate) * up, e.g. SwiGLU (Shazeer, 2020); fp32 inside, one rounding. `name` is HF's `hidden_act`."""
     width = gate.shape[-1]
-    return _GatedActivation.apply(gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
+    return _apply(_GatedActivation, gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -260,7 +270,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float
 
     window: keys a query sees, itself included (Mistral's sliding window); 0 is all.
     """
-    return _Attention.apply(q, k, v, layout, scale, window)
+    return _apply(_Attention, q, k, v, layout, scale, window)
 
 
 # --- from logits to tokens and log-probs ----------------------------------------------------------------------------
@@ -349,7 +359,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad /= temperature
             grad_hidden[rows] = _product(grad, weight.t(), None, "fma")
             narrow = hidden[rows].detach().float()
-            kernels.linear_unpacked(grad.t().contiguous(), narrow.t(), grad_weight)  # chains go on over the chunks
+            kernels.linear_resume(grad.t().contiguous(), narrow.t(), grad_weight)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grads = grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
@@ -369,4 +379,4 @@ def token_logprobs(
 
     hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats).
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, params, chunk, route)
+    return _apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, route)

@@ -2,7 +2,7 @@
 
 from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
 from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary_tables
-from .linear import linear_packed, linear_unpacked, pack, packed_rows, start
+from .linear import linear_packed, linear_resume, linear_unpacked, pack, packed_rows
 from .sampling import distribution
 
 __all__ = [
@@ -12,13 +12,13 @@ __all__ = [
     "distribution",
     "gated_activation",
     "linear_packed",
+    "linear_resume",
     "linear_unpacked",
     "new_kv_cache",
     "pack",
     "packed_rows",
     "rms_norm",
     "rotary_tables",
-    "start",
     "work_items",
     "write_kv",
 ]

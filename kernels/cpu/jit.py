@@ -20,6 +20,7 @@ SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
 
 _pool = threading.Lock()  # numba's fallback pool (workqueue) aborts the process on concurrent launches
+_thread = threading.local()
 
 
 @contextmanager
@@ -50,7 +51,10 @@ def parallel(function):
 
     @wraps(function)
     def launch(*args):
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         with _pool:
-            numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+            if getattr(_thread, "count", None) != threads:  # numba keeps the count per thread
+                numba.set_num_threads(threads)
+                _thread.count = threads
             return compiled(*args)
     return launch

@@ -6,34 +6,41 @@ training packs a panel at a time into a scratch that stays in cache. Both feed t
 
 import numpy as np
 import torch
-from numba import prange
+from numba import float32, prange
 
 from .jit import inline, parallel, storage
 from .simd import PANEL, matmul_panel
 
+_NO_BIAS = np.empty(0, np.float32)
+
 
 @inline
-def _panel_product(x, panel, panel_index, out):
+def _panel_product(x, panel, panel_index, bias, resume, out):
     rows, depth = x.shape
     features = out.shape[1]
     first = panel_index * PANEL
-    if features - first >= PANEL:
+    last = min(first + PANEL, features)
+    if not resume:
+        for r in range(rows):
+            for j in range(first, last):
+                out[r, j] = bias[j] if bias.size else float32(0.0)
+    if last - first == PANEL:
         matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows)
     else:  # the ragged last panel goes through a scratch of full width
         scratch = np.zeros((rows, PANEL), np.float32)
-        scratch[:, : features - first] = out[:, first:]
+        scratch[:, : last - first] = out[:, first:last]
         matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows)
-        out[:, first:] = scratch[:, : features - first]
+        out[:, first:last] = scratch[:, : last - first]
 
 
 @parallel
-def _linear_packed(x, panels, out):
+def _linear_packed(x, panels, bias, out):
     for p in prange(panels.shape[0]):
-        _panel_product(x, panels[p], p, out)
+        _panel_product(x, panels[p], p, bias, False, out)
 
 
 @parallel
-def _linear_unpacked(x, weight, out):
+def _linear_unpacked(x, weight, bias, resume, out):
     features, depth = weight.shape
     for p in prange((features + PANEL - 1) // PANEL):
         panel = np.zeros((depth, PANEL), np.float32)
@@ -41,7 +48,7 @@ def _linear_unpacked(x, weight, out):
         for j in range(min(PANEL, features - first)):
             for k in range(depth):
                 panel[k, j] = weight[first + j, k]
-        _panel_product(x, panel, p, out)
+        _panel_product(x, panel, p, bias, resume, out)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -60,20 +67,24 @@ def packed_rows(panels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return panels[rows // PANEL, :, rows % PANEL]
 
 
-def start(bias: torch.Tensor | None, rows: int, features: int) -> torch.Tensor:
-    """What the chains start from: the bias, or zero."""
-    if bias is None:
-        return torch.zeros(rows, features)
-    return bias.float().expand(rows, features).contiguous()
+def _start(bias: torch.Tensor | None) -> np.ndarray:
+    return _NO_BIAS if bias is None else bias.float().numpy()
 
 
-def linear_packed(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out [rows, features] fp32 += x [rows, depth] fp32 @ weight.T, with `panels` from `pack` in fp32 or bf16."""
-    _linear_packed(x.numpy(), storage(panels), out.numpy())
+def linear_packed(x: torch.Tensor, panels: torch.Tensor, features: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, `panels` from `pack` in fp32 or bf16."""
+    out = torch.empty(x.shape[0], features)
+    _linear_packed(x.numpy(), storage(panels), _start(bias), out.numpy())
     return out
 
 
-def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out [rows, features] fp32 += x [rows, depth] fp32 @ weight.T; weight fp32 [features, depth] with any strides."""
-    _linear_unpacked(x.numpy(), weight.numpy(), out.numpy())
+def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, weight [features, depth] fp32, any strides."""
+    out = torch.empty(x.shape[0], weight.shape[0])
+    _linear_unpacked(x.numpy(), weight.numpy(), _start(bias), False, out.numpy())
     return out
+
+
+def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out += x @ weight.T in place: the chains go on from what `out` holds."""
+    _linear_unpacked(x.numpy(), weight.numpy(), _NO_BIAS, True, out.numpy())

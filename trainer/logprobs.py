@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..engine.sampling_params import SamplingParams
+from ..kernels import ops
+from ..model.exact import LMHead, LogprobRequest
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    sequences: Tensor | Sequence[Sequence[int] | Tensor],
+    sampling_params: SamplingParams | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    prompt_lens: Sequence[int] | None = None,
+    return_entropy: bool = False,
+    chunk: int = 256,
+) -> Tensor | list[Tensor] | tuple:
+    """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
+
+    model: from `exact_model`, also under FSDP2, activation checkpointing or both.
+    sequences: a list of token-id sequences of any lengths, run packed without padding -> a list of fp32 [len]; or
+    int64 [B, T] with `attention_mask` [B, T] (1 = token; left or right padding) -> fp32 [B, T], 0 at padding.
+    The first token of a sequence has no context: 0. The distribution is that of `sampling_params` (temperature,
+    top_k, top_p, min_p; all of one kind per call); a token outside it has -inf and no gradient. With min_tokens,
+    give `prompt_lens`: tokens of each prompt. return_entropy: also the entropies (nats) of the distributions, alike.
+    chunk: rows of logits in memory at a time; changes no bit.
+    """
+    params = sampling_params or SamplingParams()
+    head = model.get_output_embeddings()
+    if not isinstance(head, LMHead):
+        raise TypeError("token_logprobs needs a model from samebits.trainer.exact_model")
+    rows = _rows(sequences, attention_mask)
+    if not rows or not all(len(r) for r in rows):
+        raise ValueError("token_logprobs needs at least one sequence, and no empty ones")
+    lengths = [len(r) for r in rows]
+    ids = torch.cat(rows)
+    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+        raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    layout = ops.PagedLayout.packed(lengths, group, ids.device)
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    predicts = torch.ones(len(ids), dtype=torch.bool)
+    predicts[ends] = False
+    index = predicts.nonzero().flatten()
+    logprobs, entropies = ids.new_zeros(len(ids), dtype=torch.float32), None
+    if len(index):
+        pair = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens), chunk)
+        logprobs, entropies = (torch.zeros(len(ids)).scatter(0, index + 1, values) for values in pair)
+    shaped = _shaped(logprobs, sequences, attention_mask, lengths)
+    if not return_entropy:
+        return shaped
+    return shaped, _shaped(torch.zeros(len(ids)) if entropies is None else entropies, sequences, attention_mask, lengths)
+
+
+def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor]:
+    head.request = LogprobRequest(ids[index + 1], params, chunk)
+    try:
+        out = model(
+            input_ids=ids[None],
+            position_ids=torch.from_numpy(layout.positions).long()[None],
+            use_cache=False,
+            logits_to_keep=index,
+            layout=layout,
+        )
+    finally:
+        head.request = None
+    return out.logits[0].unbind(-1)
+
+
+def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
+    if not isinstance(sequences, Tensor):
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a [B, T] tensor; a list of sequences has no padding")
+        return [torch.as_tensor(s, dtype=torch.long) for s in sequences]
+    if sequences.dim() != 2:
+        raise ValueError(f"expected [B, T] token ids, got shape {list(sequences.shape)}")
+    if attention_mask is None:
+        return list(sequences)
+    if attention_mask.shape != sequences.shape:
+        raise ValueError(f"attention_mask {list(attention_mask.shape)} differs from {list(sequences.shape)}")
+    mask = attention_mask.bool()
+    if (mask.int().diff(dim=1).ne(0).sum(1) > 1).any():
+        raise ValueError("attention_mask has a hole; padding may be at the left or right end only")
+    return [row[keep] for row, keep in zip(sequences, mask, strict=True)]
+
+
+def _shaped(flat: Tensor, sequences, attention_mask: Tensor | None, lengths: list[int]):
+    if not isinstance(sequences, Tensor):
+        return list(flat.split(lengths))
+    mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    return torch.zeros(sequences.shape).masked_scatter(mask, flat)
+
+
+def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens) -> ops.RowParams:
+    count = sum(lengths) - len(lengths)
+    rows = ops.RowParams.repeat(count, params.temperature, params.top_k, params.top_p, params.min_p)
+    if params.min_tokens:
+        if prompt_lens is None or len(prompt_lens) != len(lengths):
+            raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
+        eos = [] if params.ignore_eos else model.generation_config.eos_token_id
+        eos = [eos] if isinstance(eos, int) else list(eos or [])
+        banned = [*eos, *params.stop_token_ids]
+        rows.banned = [
+            banned if prompt - 1 <= position < prompt - 1 + params.min_tokens else []
+            for prompt, length in zip(prompt_lens, lengths, strict=True)
+            for position in range(length - 1)
+        ]
+    return rows
