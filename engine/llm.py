@@ -68,6 +68,7 @@ class LLM:
         self.eos_token_ids = _eos_token_ids(self.path, hf.config)
         self.weight_version = 0
         self._weights = WeightLoader(hf)
+        self.weight_bytes = sum(p.nbytes for p in hf.parameters())
         block_bytes = ModelRunner.block_bytes(hf)
         block_size = ops.backend(hf.device).BLOCK
         num_blocks = self._num_blocks(block_bytes, block_size)
@@ -128,10 +129,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` on one or several conversations, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._chat_ids(c) for c in conversations]
+        prompts = [self.chat_prompt(c) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def _chat_ids(self, conversation) -> list[int]:
+    def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
+        """The token ids that the model's chat template makes of a conversation."""
         tokenizer = self._need_tokenizer("chat")
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)

@@ -15,15 +15,15 @@ _LN2_HIGH, _LN2_LOW = float32(0.693359375), float32(-2.1219444e-4)
 _LOG2_E = float32(1.4426950408889634)
 _ROUND = float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low mantissa bits
 _C2, _C3, _C4, _C5, _C6, _C7 = (float32(1.0 / math.factorial(n)) for n in range(2, 8))
-_LOWEST, _HIGHEST = float32(-87.0), float32(88.0)
-_ZERO, _HALF, _ONE, _TWO = float32(0.0), float32(0.5), float32(1.0), float32(2.0)
+_LOWEST = float32(-87.0)
+_ZERO, _ONE, _TWO = float32(0.0), float32(1.0), float32(2.0)
 _ROUND_BITS = int(np.float32(12582912.0).view(np.int32))
 
 
 @inline
 def exp(x):
-    """e^x in fp32, 0 below -87, saturating at e^88: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
-    clamped = min(max(x, _LOWEST), _HIGHEST)
+    """e^x in fp32 for x <= 0, 0 below -87: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
+    clamped = max(x, _LOWEST)
     shifted = fma(clamped, _LOG2_E, _ROUND)
     n = shifted - _ROUND
     r = fma(-n, _LN2_HIGH, clamped)
@@ -67,15 +67,22 @@ def _rms_norm(x, weight, eps, out, rstd):
 
 
 @inline
+def _times_sigmoid(x, y):
+    """x * sigmoid(y)."""
+    e = exp(-abs(y))
+    return x * ((_ONE if y >= _ZERO else e) / (_ONE + e))
+
+
+@inline
 def _silu(x):
-    return x / (_ONE + exp(-x))
+    return _times_sigmoid(x, x)
 
 
 @inline
 def _gelu_tanh(x):
     """0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks & Gimpel, 2016)."""
     u = float32(0.7978845608028654) * fma(float32(0.044715) * x * x, x, x)
-    return x / (_ONE + exp(-_TWO * u))
+    return _times_sigmoid(x, _TWO * u)
 
 
 @inline

@@ -10,6 +10,7 @@ from what `c` holds, it may be cut anywhere along k and continued without changi
 """
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
@@ -20,6 +21,8 @@ _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntT
 def _host_vector() -> tuple[int, int]:
     """fp32 lanes per vector register, and how many registers there are."""
     features = llvmlite.binding.get_host_cpu_features()
+    if numba.config.CPU_FEATURES:  # numba's own way to compile for less than the host has
+        features = dict.fromkeys((f[1:] for f in numba.config.CPU_FEATURES.split(",") if f.startswith("+")), True)
     if features.get("avx512f"):
         return 16, 32
     if features.get("avx"):

@@ -1,0 +1,63 @@
+"""Throughput workloads and their measurement for this engine; `benchmarks/throughput.py` adds the peers."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+
+import psutil
+
+VOCAB = 49_000
+
+
+def mixed(count: int = 32, low: int = 32, high: int = 128, seed: int = 0) -> dict:
+    """Requests of U[low, high] random prompt tokens and U[low, high] output tokens."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(10, VOCAB) for _ in range(rng.randint(low, high))] for _ in range(count)]
+    return {"name": "mixed", "prompts": prompts, "n": 1, "output_lens": [rng.randint(low, high) for _ in range(count)]}
+
+
+def grouped(count: int = 8, n: int = 16, length: int = 256, output_len: int = 64, seed: int = 0) -> dict:
+    """The shape of a GRPO step: each prompt is sampled n times."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(10, VOCAB) for _ in range(length)] for _ in range(count)]
+    return {"name": "grouped", "prompts": prompts, "n": n, "output_lens": [output_len] * count}
+
+
+WORKLOADS = {"mixed": mixed, "grouped": grouped}
+
+
+def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -> dict:
+    """Times the engine: EOS ignored, T=1, log-probs on. One warm-up, then `repeats` runs, prefix cache cleared."""
+    from ..engine import LLM, SamplingParams
+
+    begin = time.perf_counter()
+    llm = LLM(model, dtype=dtype, exact=exact, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    start_seconds = time.perf_counter() - begin
+    ceiling = llm.model_config.vocab_size - 1
+    prompts = [[min(t, ceiling) for t in p] for p in workload["prompts"]]
+    params = [SamplingParams(n=workload["n"], max_tokens=m, ignore_eos=True) for m in workload["output_lens"]]
+    tokens = workload["n"] * sum(workload["output_lens"])
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = []
+    for _ in range(repeats):
+        llm.reset_prefix_cache()
+        before = llm.stats().prompt_tokens_computed
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "engine": "samebits" if exact else "samebits, switches off",
+        "workload": workload["name"],
+        "dtype": dtype,
+        "seconds": [round(s, 3) for s in seconds],
+        "output_tok_s": [round(tokens / s, 1) for s in seconds],
+        "prompt_tokens_computed": llm.stats().prompt_tokens_computed - before,
+        "start_seconds": round(start_seconds, 2),
+        "weights_mb": round(llm.weight_bytes / 1e6),
+        "kv_mb": round(llm.kv_cache_bytes / 1e6),
+        "resident_mb": round(psutil.Process().memory_info().rss / 1e6),
+        "peak_resident_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+    }

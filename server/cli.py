@@ -1,0 +1,188 @@
+"""The command line: `samebits generate | chat | verify | contract | bench`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Rollouts whose log-probs are, bit for bit, the trainer's.",
+)
+console = Console()
+
+Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
+DType = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Seed = Annotated[int | None, typer.Option(help="Fixes the random numbers.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Top-k sampling; 0 is off.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The prompt, used as it is; '-' reads standard input.")],
+    n: Annotated[int, typer.Option("-n", help="Samples.")] = 1,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    max_tokens: MaxTokens = 64,
+    seed: Seed = None,
+    dtype: DType = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Completes a prompt and shows each token's log-prob."""
+    from ..engine import LLM, SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = SamplingParams(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
+    )  # checked before the model loads
+    out = LLM(model, dtype=dtype).generate(text, params)[0]
+    if as_json:
+        rows = [
+            {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
+            for c in out.completions
+        ]
+        print(json.dumps({"prompt_token_ids": out.prompt_token_ids, "completions": rows}))
+        return
+    for c in out.completions:
+        mean = statistics.fmean(c.logprobs)
+        console.print(f"[dim]#{c.index}: {len(c.token_ids)} tokens, {c.finish_reason}, mean log-prob {mean:.4f}[/dim]")
+        console.print(c.text, markup=False, highlight=False)
+
+
+@app.command()
+def chat(
+    model: Model,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    max_tokens: MaxTokens = 512,
+    seed: Seed = None,
+    dtype: DType = "float32",
+) -> None:
+    """Talks with a model; an empty line, 'exit' or Ctrl-D ends it, Ctrl-C stops an answer."""
+    from ..engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    llm = LLM(model, dtype=dtype)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = console.input("[bold]you>[/bold] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line in ("", "exit", "quit"):
+            break
+        messages.append({"role": "user", "content": line})
+        request = llm.add_request(llm.chat_prompt(messages), params)
+        shown = ""
+        try:
+            while llm.has_unfinished_requests():
+                for out in llm.step():
+                    text = out.completions[0].text or ""
+                    if not text.endswith("\ufffd"):  # half of a character
+                        console.print(text[len(shown) :], end="", markup=False, highlight=False, soft_wrap=True)
+                        shown = text
+        except KeyboardInterrupt:
+            llm.abort(request)
+        console.print()
+        messages.append({"role": "assistant", "content": shown})
+
+
+@app.command()
+def verify(
+    model: Model,
+    dtype: DType = "float32",
+    linear_route: Annotated[str, typer.Option(help="fma (any CPU) or mkl (Intel, strict mode).")] = "fma",
+    seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
+    plant_fault: Annotated[str | None, typer.Option(help="Replace this module's op by torch's, to see it fail.")] = None,
+) -> None:
+    """Proves on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
+    from ..trainer.verify import verify as run
+
+    report = run(model, dtype, linear_route, seed, plant_fault)
+    table = Table("sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0))
+    for r in report.rounds:
+        style = "red" if r.differing else None
+        cells = (r.sampling, r.max_num_seqs, r.max_num_batched_tokens, r.threads, r.tokens, r.preemptions)
+        rest = (r.prefix_hit_tokens, r.differing, f"{r.max_difference:.1e}" if r.differing else "0")
+        table.add_row(*map(str, (*cells, *rest)), style=style)
+    console.print(table)
+    worst = max(r.max_difference for r in report.rounds)
+    if report.ok:
+        console.print(f"max |rollout - trainer| = 0 over {report.tokens} tokens, bitwise equal")
+        console.print(f"contract {report.contract_hash}", highlight=False)
+        return
+    console.print(f"[red]max |rollout - trainer| = {worst:.3g}: NOT equal[/red]")
+    console.print(f"first difference: {report.fault}", markup=False)
+    raise typer.Exit(1)
+
+
+@app.command()
+def contract(
+    dtype: DType = "float32",
+    linear_route: Annotated[str, typer.Option(help="fma or mkl.")] = "fma",
+    as_json: AsJson = False,
+) -> None:
+    """Prints the numerics contract of this installation, and its hash."""
+    from dataclasses import asdict
+
+    import torch
+
+    from ..kernels.contract import Contract
+    from ..model.exact import parse_dtype
+
+    device = torch.device("cpu")
+    found = Contract.of(parse_dtype(dtype, device), device, linear_route)
+    if as_json:
+        print(json.dumps({**asdict(found), "hash": found.hash}))
+        return
+    table = Table("field", "choice")
+    for name, value in asdict(found).items():
+        table.add_row(name, str(value))
+    console.print(table)
+    console.print(f"hash {found.hash}", highlight=False)
+
+
+@app.command()
+def bench(
+    model: Model = "smollm2",
+    workload: Annotated[str, typer.Option(help="mixed or grouped.")] = "mixed",
+    repeats: Annotated[int, typer.Option(help="Timed runs per engine; the median counts.")] = 3,
+    dtype: DType = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Times the engine on a workload, with its exact ops and with torch's."""
+    from .bench import WORKLOADS, measure
+
+    if workload not in WORKLOADS:
+        raise ValueError(f"workload {workload!r}; choose one of {', '.join(WORKLOADS)}")
+    results = [measure(model, WORKLOADS[workload](), repeats, dtype, exact) for exact in (True, False)]
+    if as_json:
+        print(json.dumps(results))
+        return
+    table = Table("engine", "workload", "output tok/s", "start s", "resident MB")
+    for r in results:
+        rate = statistics.median(r["output_tok_s"])
+        table.add_row(r["engine"], r["workload"], f"{rate:.0f}", str(r["start_seconds"]), str(r["resident_mb"]))
+    console.print(table)
+
+
+def main() -> None:
+    """Runs the CLI; what is wrong with the input is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}: {error}", highlight=False)
+        sys.exit(2)

@@ -1,0 +1,28 @@
+"""The specification: what a request must return, computed the slow way. No cache, no batch, no schedule."""
+
+import numpy as np
+import torch
+
+from samebits.kernels import ops
+
+
+@torch.no_grad()
+def oracle(model, prompt: list[int], params, eos: tuple[int, ...] = ()) -> list[tuple[list[int], list[float]]]:
+    """(token ids, log-probs) of each of the n samples, each token from a full forward of all tokens before it."""
+    results = []
+    for sample in range(params.n):
+        tokens, logprobs = list(prompt), []
+        while len(logprobs) < params.max_tokens:
+            logits = model(torch.tensor([tokens]), logits_to_keep=1).logits[0]
+            row = ops.RowParams.repeat(1, params.temperature, params.top_k, params.top_p, params.min_p)
+            if len(logprobs) < params.min_tokens:
+                row.banned = [[*(() if params.ignore_eos else eos), *params.stop_token_ids]]
+            token = np.array([-1])
+            counters = np.array([params.seed], np.uint64), np.array([sample]), np.array([len(tokens)])
+            fields, _ = ops.distribution(logits, row, token, *counters)
+            tokens.append(int(token[0]))
+            logprobs.append(float(fields[0, 0].float()))
+            if (tokens[-1] in eos and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
+                break
+        results.append((tokens[len(prompt) :], logprobs))
+    return results

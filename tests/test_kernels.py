@@ -1,0 +1,289 @@
+"""Each op: row-stable as bits under every schedule, and close to fp64 within a stated budget."""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from samebits.kernels import contract, cpu, ops
+
+SHAPES = [(576, 576), (172, 100), (100, 172), (49, 20), (1001, 100), (20, 100)]
+EPS = 2.0**-24  # half an ulp of 1.0
+
+
+def wide(*shape, seed=0):
+    """Normal numbers whose rows span 2^-8 .. 2^8: cancellation and large sums."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g) * torch.exp2(torch.randint(-8, 9, (shape[0], *[1] * (len(shape) - 1)), generator=g))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("features", "depth"), SHAPES)
+def test_linear_row_is_the_same_bits_in_every_batch_and_layout(features, depth, dtype, threads):
+    x, weight, bias = wide(37, depth), wide(features, depth, seed=1).to(dtype), torch.randn(features).to(dtype)
+    packed = ops.PackedWeight.pack(weight)
+    torch.set_num_threads(2)
+    whole = ops.linear(x, packed, bias)
+    torch.set_num_threads(threads)
+    for rows in [slice(0, m) for m in range(1, 37)] + [slice(5, 6), slice(30, 37)]:
+        assert torch.equal(ops.linear(x[rows], packed, bias), whole[rows])
+        assert torch.equal(ops.linear(x[rows], weight, bias), whole[rows])
+    transposed = weight.t().contiguous().t()
+    assert torch.equal(ops.linear(x, transposed, bias), whole)
+    assert torch.equal(packed.rows(torch.tensor([0, features - 1])), weight[[0, -1]])
+
+
+@pytest.mark.parametrize(("features", "depth"), SHAPES)
+def test_linear_error_budget(features, depth):
+    x, weight = wide(16, depth), torch.randn(features, depth)
+    exact = x.double() @ weight.double().t()
+    bound = depth * EPS * (x.double().abs() @ weight.double().abs().t())  # Higham, 2002, (3.5) for one chain
+    assert ((ops.linear(x, weight).double() - exact).abs() <= bound).all()
+    typical = (ops.linear(x, weight) - exact).abs().max() / (x.abs().double() @ weight.abs().double().t()).max()
+    assert typical < 4 * math.sqrt(depth) * EPS
+
+
+def test_cut_anywhere_along_k_the_chain_is_the_same():
+    x, weight = wide(9, 300), wide(50, 300, seed=1)
+    out = torch.zeros(9, 50)
+    for low, high in ((0, 1), (1, 7), (7, 200), (200, 300)):
+        cpu.linear_resume(x[:, low:high].contiguous(), weight[:, low:high], out)
+    assert torch.equal(out, ops.linear(x, weight))
+
+
+@pytest.mark.parametrize("width", [7, 20, 100, 172, 576])
+def test_row_ops_are_row_stable_at_every_offset(width):
+    x, up, weight = wide(33, width), torch.randn(33, width), torch.randn(width)
+    whole = ops.rms_norm(x, weight, 1e-5)
+    gated = {name: ops.gated_activation(x, up, name) for name in cpu.ACTIVATIONS}
+    for start, count in [(i, 1) for i in range(33)] + [(1, 7), (20, 13)]:
+        rows = slice(start, start + count)
+        assert torch.equal(ops.rms_norm(x[rows], weight, 1e-5), whole[rows])
+        for name, expected in gated.items():
+            assert torch.equal(ops.gated_activation(x[rows], up[rows], name), expected[rows])
+
+
+@pytest.mark.parametrize("width", [7, 100, 576])
+def test_row_ops_error_budget(width):
+    x, up, weight = wide(33, width), torch.randn(33, width), torch.randn(width)
+    exact = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
+    assert ((ops.rms_norm(x, weight, 1e-5) - exact).abs() <= 8 * EPS * exact.abs() + 1e-30).all()
+    for name, activation in ops._TORCH_ACTIVATIONS.items():
+        exact = activation(x.double()) * up.double()
+        error = (ops.gated_activation(x, up, name) - exact).abs()
+        assert (error <= 16 * EPS * (x * up).abs() + 1e-30).all(), name
+
+
+def test_activations_at_the_edges_of_fp32():
+    x = torch.tensor([[-3e38, -100.0, -88.0, -87.0, -0.0, 0.0, 1e-30, 87.0, 100.0, 3e38, math.inf, math.nan]])
+    for name in cpu.ACTIVATIONS:
+        out = ops.gated_activation(x, torch.ones_like(x), name)[0]
+        assert torch.isnan(out[-1])
+        assert torch.isfinite(out[:-2]).all()
+        assert torch.allclose(out[:-2], ops._TORCH_ACTIVATIONS[name](x.double())[0, :-2].float(), rtol=1e-5, atol=1e-30)
+
+
+def test_rotary_tables_are_close_to_fp64_and_independent_of_the_batch():
+    inv_freq = 1.0 / (1e5 ** (torch.arange(0, 20, 2, dtype=torch.float) / 20))
+    positions = torch.arange(0, 8000, 7)
+    cos, sin = ops.rotary_tables(positions, inv_freq, 1.0)
+    angle = (positions[:, None].float() * inv_freq).double()
+    assert (cos[:, :10] - angle.cos()).abs().max() <= EPS
+    assert (sin[:, 10:] - angle.sin()).abs().max() <= EPS
+    one = ops.rotary_tables(positions[5:6], inv_freq, 1.0)
+    assert torch.equal(one[0][0], cos[5])
+
+
+def dense_attention(q, k, v, scale, window):
+    length, group = q.shape[0], q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    row = torch.arange(length)
+    seen = row[:, None] >= row
+    if window:
+        seen &= row[:, None] - row < window
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * scale
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(9, 3, 64, 0), (5, 1, 20, 0), (4, 2, 80, 50), (4, 4, 16, 7), (30, 1, 16, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_any_chunks_and_pages_is_the_same_bits(heads, kv_heads, dim, window, dtype, threads):
+    length, scale = 150, dim**-0.5
+    q, k, v = torch.randn(length, heads, dim), torch.randn(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    whole = ops.attention(q, k, v, ops.PagedLayout.packed([length], heads // kv_heads, q.device), scale, window)
+    budget = 1e-6 if dtype == torch.float32 else 2.0**-8
+    exact = dense_attention(q.float(), k.float(), v.float(), scale, window)
+    assert ((whole.double() - exact).abs() <= budget * (1 + exact.abs()) * 4).all()
+    rng = np.random.default_rng(0)
+    pages = rng.permutation(9)[:5].astype(np.int32)
+    cache = cpu.new_kv_cache(9, kv_heads, dim, dtype)
+    for tensor in cache:
+        tensor.fill_(math.nan)  # nothing unwritten is read
+    start = 0
+    while start < length:
+        count = min(length - start, int(rng.choice([1, 1, 2, 5, 31, 40])))
+        positions = np.arange(start, start + count, dtype=np.int32)
+        slots = pages[positions // 32] * np.int32(32) + positions % 32
+        items = cpu.work_items([count], heads // kv_heads)
+        layout = ops.PagedLayout([count], positions, slots, pages, np.zeros(1, np.int32), items)
+        part = slice(start, start + count)
+        out, _ = ops.paged_attention(q[part], k[part], v[part], cache, layout, scale, window)
+        assert torch.equal(out.to(dtype).view(torch.int8), whole[part].contiguous().view(torch.int8))
+        start += count
+
+
+def test_packed_sequences_do_not_see_each_other():
+    q, k, v = torch.randn(100, 4, 16), torch.randn(100, 2, 16), torch.randn(100, 2, 16)
+    both = ops.attention(q, k, v, ops.PagedLayout.packed([37, 63], 2, q.device), 0.25)
+    alone = ops.attention(q[37:], k[37:], v[37:], ops.PagedLayout.packed([63], 2, q.device), 0.25)
+    assert torch.equal(both[37:], alone)
+
+
+def gradients(function, tensors, upstream):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    return torch.autograd.grad(function(*leaves), leaves, upstream.to(leaves[0].dtype))
+
+
+def cases():
+    layout = ops.PagedLayout.packed([70, 1, 300], 3, torch.device("cpu"))
+
+    def dense(window):
+        def run(q, k, v):
+            parts = zip(*(t.split([70, 1, 300]) for t in (q, k, v)), strict=True)
+            return torch.cat([dense_attention(*part, 0.3, window) for part in parts])
+
+        return run
+
+    yield "linear", ops.linear, F.linear, [(40, 20), (33, 20), (33,)]
+    yield "norm", lambda x, w: ops.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (20,), w, 1e-5), [(40, 20), (20,)]
+    for name, activation in ops._TORCH_ACTIVATIONS.items():
+        ours = lambda a, b, n=name: ops.gated_activation(a, b, n)  # noqa: E731
+        yield name, ours, lambda a, b, f=activation: f(a) * b, [(40, 20), (40, 20)]
+    for window in (0, 40):
+        ours = lambda q, k, v, w=window: ops.attention(q, k, v, layout, 0.3, w)  # noqa: E731
+        yield f"attention-{window}", ours, dense(window), [(371, 6, 20), (371, 2, 20), (371, 2, 20)]
+
+
+@pytest.mark.parametrize(("name", "ours", "reference", "shapes"), [pytest.param(*c, id=c[0]) for c in cases()])
+def test_backward_repeats_as_bits_and_is_close_to_fp64(name, ours, reference, shapes):
+    torch.manual_seed(0)
+    tensors = [torch.randn(s) for s in shapes]
+    upstream = torch.randn_like(ours(*tensors))
+    first, second = gradients(ours, tensors, upstream), gradients(ours, tensors, upstream)
+    exact = gradients(reference, [t.double() for t in tensors], upstream)
+    for a, b, e in zip(first, second, exact, strict=True):
+        assert torch.equal(a, b)
+        assert (a - e).abs().max() <= 3e-6 * e.abs().max()
+
+
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7}, {"top_k": 50}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.1}])
+def test_token_logprobs_forward_and_backward_in_any_chunks(setting):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 20), torch.randn(1001, 20)
+    params = ops.RowParams.repeat(50, **setting)
+    with torch.no_grad():
+        fields, edges = ops.distribution(ops.linear(hidden, weight), params, tokens := np.full(50, -1))
+    targets = torch.from_numpy(tokens)
+
+    def ours(h, w, chunk=16):
+        return torch.stack(ops.token_logprobs(h, w, None, targets, params, chunk))
+
+    def reference(h, w):
+        z = h @ w.t() / setting.get("temperature", 1.0)
+        logp = torch.where(z >= edges[:, None] - 1e-5, z, -math.inf).log_softmax(-1)
+        entropy = -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
+        return torch.stack([logp[range(50), targets], entropy])
+
+    out = ours(hidden, weight)
+    assert torch.equal(out[0], fields[:, 0].float())
+    assert torch.equal(out, ours(hidden, weight, 7))
+    assert (out - reference(hidden.double(), weight.double())).abs().max() < 1e-5
+    upstream = torch.randn(2, 50)
+    grads, again = gradients(ours, (hidden, weight), upstream), gradients(lambda h, w: ours(h, w, 50), (hidden, weight), upstream)
+    exact = gradients(reference, (hidden.double(), weight.double()), upstream)
+    for a, b, e in zip(grads, again, exact, strict=True):
+        assert torch.equal(a, b)
+        assert (a - e).abs().max() <= 1e-5 * e.abs().max()
+
+
+_DIGEST = """
+import hashlib, json, sys, torch
+from samebits.kernels import ops, cpu
+from samebits.kernels.cpu.simd import LANES
+g = torch.Generator().manual_seed(3)
+x, w, n = (torch.randn(*s, generator=g) for s in ((21, 100), (172, 100), (100,)))
+q, k, v = (torch.randn(45, h, 20, generator=g) for h in (6, 2, 2))
+layout = ops.PagedLayout.packed([45], 3, q.device)
+tables = ops.rotary_tables(torch.arange(99), n.abs(), 1.0)
+p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
+outs = [ops.linear(x, w), ops.linear(x, w.bfloat16()), ops.rms_norm(x, n, 1e-5), ops.attention(q, k, v, layout, 0.2),
+        ops.gated_activation(x, x, "silu"), *tables, *ops.token_logprobs(x, w, None, torch.arange(21), p)]
+digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in outs)).hexdigest()
+print(json.dumps([LANES, digest]))
+"""
+
+
+def test_bits_do_not_depend_on_the_vector_width():
+    def digest(**env):
+        run = subprocess.run([sys.executable, "-c", _DIGEST], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        return json.loads(run.stdout)
+
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        pytest.skip("narrower x86 vectors need an x86 CPU")
+    lanes, bits = digest()
+    narrow_lanes, narrow_bits = digest(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+sse,+sse2,+sse4.2,+avx,+avx2,+fma")
+    assert narrow_lanes == 8
+    assert lanes != 16 or bits == narrow_bits
+    assert bits == narrow_bits
+
+
+def test_probe_accepts_our_product_and_names_the_variable_for_mkl():
+    weights = [torch.randn(576, 576), ops.PackedWeight.pack(torch.randn(172, 100))]
+    contract.probe(weights)
+    try:
+        contract.probe([torch.randn(n, k) for n, k in SHAPES] + [torch.randn(1536, 576)], "mkl")
+    except contract.NumericsError as error:
+        assert "MKL_CBWR=AVX512,STRICT" in str(error)
+        assert "before" in str(error)
+
+
+def test_probe_finds_a_batch_dependent_product(monkeypatch):
+    def drifting(x, weight, bias=None, route="fma"):
+        return F.linear(x, weight) + 1e-3 * x.shape[0]
+
+    monkeypatch.setattr(ops, "linear", drifting)
+    with pytest.raises(contract.NumericsError, match="different batches"):
+        contract.probe([torch.randn(33, 20)])
+
+
+def test_contract_hash_names_what_differs():
+    one = contract.Contract.of(torch.float32, torch.device("cpu"))
+    other = contract.Contract.of(torch.bfloat16, torch.device("cpu"))
+    one.check(contract.Contract.of(torch.float32, torch.device("cpu")))
+    one.check(one.hash)
+    assert one.hash != other.hash
+    with pytest.raises(contract.NumericsError, match="dtype"):
+        one.check(other)
+    with pytest.raises(contract.NumericsError, match=other.hash):
+        one.check(other.hash)
+
+
+def test_same_bits_from_two_processes():
+    run = [subprocess.run([sys.executable, "-c", _DIGEST], capture_output=True, check=True).stdout for _ in range(2)]
+    assert hashlib.sha256(run[0]).digest() == hashlib.sha256(run[1]).digest()

@@ -1,0 +1,115 @@
+"""The promise: no schedule changes a bit. Random schedules against the oracle, with a negative control."""
+
+import random
+
+import pytest
+import torch
+from conftest import CONFIGS
+from oracle import oracle
+
+from samebits import LLM, SamplingParams
+from samebits.engine.model_runner import ModelRunner
+from samebits.trainer import exact_model, token_logprobs
+
+FILTERS = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.0}]
+
+
+def random_requests(rng: random.Random, vocab: int, count: int, longest: int):
+    """Prompts that share prefixes or are equal, with parameters of their own."""
+    shared = [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
+    requests = []
+    for _ in range(count):
+        kind = rng.random()
+        tail = [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
+        prompt = tail if kind < 0.4 else shared + tail if kind < 0.8 else shared
+        params = SamplingParams(
+            n=rng.choice((1, 1, 2, 3)),
+            max_tokens=rng.randint(1, 40),
+            min_tokens=rng.choice((0, 0, 1)),
+            seed=rng.randrange(2**64),
+            stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice((0, 3)))],
+            **rng.choice(FILTERS),
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def tight_pool(model, requests, blocks: int) -> int:
+    """Bytes of a pool that holds the largest request and little more, so that sequences are preempted."""
+    most = max(len(p) + s.max_tokens for p, s in requests)
+    return ModelRunner.block_bytes(model) * (-(-most // 32) + blocks)
+
+
+def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
+    """Submits requests at random steps of a random engine; returns results in order, and the engine."""
+    llm = LLM(
+        path,
+        dtype=dtype,
+        max_num_seqs=rng.choice((1, 2, 5, 64)),
+        max_num_batched_tokens=rng.choice((3, 7, 33, 100, 2048)),
+        kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4, 200))),
+        enable_prefix_caching=rng.random() < 0.8,
+        **settings,
+    )
+    results, ids, queue = {}, [], list(requests)
+    while queue or llm.has_unfinished_requests():
+        while queue and (rng.random() < 0.5 or not llm.has_unfinished_requests()):
+            ids.append(llm.add_request(*queue.pop(0)))
+        torch.set_num_threads(rng.choice((1, 2)))
+        for out in llm.step():
+            if out.finished:
+                results[out.request_id] = out
+        llm.scheduler.check()
+    torch.set_num_threads(2)
+    assert llm.stats().kv_blocks_used == 0
+    return [results[i] for i in ids], llm
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
+    path = checkpoint(family)
+    model = exact_model(path, dtype)
+    preemptions = hits = 0
+    for case in range(3):
+        rng = random.Random(f"{family}-{dtype}-{case}")
+        requests = random_requests(rng, 1001, 6, 45)
+        results, llm = run_schedule(path, dtype, rng, requests, model)
+        for (prompt, params), out in zip(requests, results, strict=True):
+            expected = oracle(model, prompt, params, eos=(2,))
+            assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
+        preemptions += llm.stats().preemptions
+        hits += llm.stats().prefix_hit_tokens
+    assert preemptions and hits, "the schedules exercised nothing"
+
+
+def test_smollm2_no_schedule_changes_a_bit(smollm2):
+    model = exact_model(smollm2)
+    rng = random.Random(1)
+    requests = random_requests(rng, 49152, 5, 70)
+    results, _ = run_schedule(smollm2, "float32", rng, requests, model)
+    for (prompt, params), out in zip(requests, results, strict=True):
+        sequences = [prompt + c.token_ids for c in out.completions]
+        logprobs = token_logprobs(model, sequences, params, prompt_lens=[len(prompt)] * params.n)
+        for c, expected in zip(out.completions, logprobs, strict=True):
+            assert torch.equal(torch.tensor(c.logprobs), expected[len(prompt) :].detach())
+    first = results[0]
+    prompt, params = requests[0]
+    assert [(c.token_ids, c.logprobs) for c in first.completions] == oracle(model, prompt, params, eos=(2,))
+
+
+def test_negative_control_without_exact_ops_bits_differ(checkpoint):
+    path = checkpoint("llama", hidden_size=320, intermediate_size=768, num_attention_heads=16)
+    model = exact_model(path, exact=False)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1001) for _ in range(rng.randint(20, 60))] for _ in range(6)]
+    llm = LLM(path, exact=False, max_num_batched_tokens=37)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
+    sequences = [o.prompt_token_ids + o.completions[0].token_ids for o in outputs]
+    with torch.no_grad():
+        logprobs = token_logprobs(model, sequences)
+    differ = [
+        not torch.equal(torch.tensor(o.completions[0].logprobs), lp[len(o.prompt_token_ids) :])
+        for o, lp in zip(outputs, logprobs, strict=True)
+    ]
+    assert any(differ), "torch's own ops agreed as bits: this test proves nothing here"

@@ -1,0 +1,241 @@
+"""The proof on a user's own model and machine: random schedules through the engine, recomputed by the trainer."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..engine import LLM, SamplingParams
+from ..engine.request import Sample
+from ..kernels import ops
+from ..model import exact_model
+from ..model.exact import ExactLinear, ExactRMSNorm
+from ..scheduler import Batch
+from .logprobs import token_logprobs
+
+SAMPLING = {
+    "T=1": {},
+    "T=0.6": {"temperature": 0.6},
+    "T=1.3, top-k 50": {"temperature": 1.3, "top_k": 50},
+    "top-p 0.9": {"top_p": 0.9},
+    "min-p 0.02": {"min_p": 0.02},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One random schedule: its settings, and how many of its tokens' log-probs differ as bits."""
+
+    sampling: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    threads: int
+    tokens: int
+    preemptions: int
+    prefix_hit_tokens: int
+    differing: int
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    contract_hash: str
+    rounds: list[Round] = field(default_factory=list)
+    fault: str | None = None  # the first module and op that differ
+
+    @property
+    def ok(self) -> bool:
+        return all(r.differing == 0 for r in self.rounds)
+
+    @property
+    def tokens(self) -> int:
+        return sum(r.tokens for r in self.rounds)
+
+
+def verify(
+    name: str | os.PathLike,
+    dtype: str = "float32",
+    linear_route: str = "fma",
+    seed: int = 0,
+    plant_fault: str | None = None,
+    use_tqdm: bool = True,
+) -> VerifyReport:
+    """Runs every setting of SAMPLING under a random schedule and compares all log-probs, as bits, with the trainer's.
+
+    The KV pool is kept small, so that sequences are preempted; prompts share prefixes; n > 1. plant_fault: a module of
+    the engine whose op is replaced by torch's own first, to see that the proof can fail. On a difference, both sides
+    recompute the sequence and `fault` names the first module whose output differs.
+    """
+    model = exact_model(name, dtype, linear_route=linear_route)
+    rng = random.Random(seed)
+    vocab, room = model.config.vocab_size, min(model.config.max_position_embeddings, 512)
+    longest = min(96, room // 2)
+    pool = 5 * 2 * longest  # tokens
+    llm = LLM(
+        name, dtype=dtype, linear_route=linear_route, max_model_len=room,
+        kv_cache_memory_bytes=_kv_bytes(model, pool), skip_tokenizer_init=True,
+    )  # fmt: skip
+    if plant_fault is not None:
+        replace_op(llm._runner.model, plant_fault)
+    rounds, first = [], None
+    threads = torch.get_num_threads()
+    try:
+        for label, setting in tqdm(SAMPLING.items(), desc="Verifying", unit="round", disable=not use_tqdm):
+            shared = [rng.randrange(vocab) for _ in range(longest // 2)]
+            prompts = []
+            for _ in range(6):
+                tail = [rng.randrange(vocab) for _ in range(rng.randint(1, longest // 2))]
+                prompts.append((shared if rng.random() < 0.5 else []) + tail)
+            params = SamplingParams(n=rng.choice((1, 2, 3)), max_tokens=longest // 2, seed=rng.randrange(2**32), **setting)
+            llm.scheduler.max_num_seqs = rng.choice((1, 3, 16))
+            llm.scheduler.max_num_batched_tokens = rng.choice((5, 17, 64, 512))
+            torch.set_num_threads(rng.choice((1, threads)))
+            this, found = _round(llm, model, prompts, params, label)
+            rounds.append(this)
+            first = first or found
+    finally:
+        torch.set_num_threads(threads)
+    fault = None if first is None else locate(llm, model, *first)
+    assert llm.contract is not None
+    return VerifyReport(llm.contract.hash, rounds, fault)
+
+
+def _kv_bytes(model, tokens: int) -> int:
+    from ..engine.model_runner import ModelRunner
+
+    return ModelRunner.block_bytes(model) * -(-tokens // ops.backend(model.device).BLOCK)
+
+
+def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
+    before, schedule = llm.stats(), llm.scheduler
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    after = llm.stats()
+    pairs = [(o.prompt_token_ids, c) for o in outputs for c in o.completions]
+    sequences = [prompt + c.token_ids for prompt, c in pairs]
+    with torch.no_grad():
+        expected = token_logprobs(model, sequences, params)
+    differing, worst, first = 0, 0.0, None
+    for (prompt, completion), sequence, logprobs in zip(pairs, sequences, expected, strict=True):
+        ours, theirs = torch.tensor(completion.logprobs), logprobs[len(prompt) :]
+        unequal = ours != theirs
+        if unequal.any():
+            differing += int(unequal.sum())
+            worst = max(worst, float((ours - theirs).abs().max()))
+            first = first or (sequence, len(prompt) + int(unequal.nonzero()[0]) - 1)
+    this = Round(
+        label, schedule.max_num_seqs, schedule.max_num_batched_tokens, torch.get_num_threads(),
+        sum(len(c.token_ids) for _, c in pairs), after.preemptions - before.preemptions,
+        after.prefix_hit_tokens - before.prefix_hit_tokens, differing, worst,
+    )  # fmt: skip
+    return this, first
+
+
+class _Recorder:
+    """Inputs and outputs of every module at one token, in order of completion."""
+
+    def __init__(self, model: nn.Module, row: int):
+        self.row, self.seen = row, {}
+        self.handles = [
+            m.register_forward_hook(self._hook(name)) for name, m in model.named_modules() if not list(m.children())
+        ]
+
+    def _hook(self, name: str):
+        def hook(module, args, output):
+            tensors = [t for t in (*args, *(output if isinstance(output, tuple) else (output,))) if torch.is_tensor(t)]
+            self.seen[name] = [t.detach().reshape(-1, t.shape[-1])[self._index(t)].clone() for t in tensors]
+            self.inputs = len([a for a in args if torch.is_tensor(a)])
+            self.seen[name] = (self.seen[name][: self.inputs], self.seen[name][self.inputs :])
+
+        return hook
+
+    def _index(self, tensor: Tensor) -> int:
+        rows = tensor.numel() // tensor.shape[-1] if tensor.dim() > 1 else 1
+        return self.row if rows > self.row >= 0 else -1
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int) -> str:
+    """Recomputes one sequence on both sides; the first module, in order of computation, that differs at `position`."""
+    tokens = sequence[: position + 1]
+    ours = _engine_activations(llm, tokens)
+    recorder = _Recorder(model, position)
+    try:
+        with torch.no_grad():
+            model(torch.tensor([tokens]), logits_to_keep=1)
+    finally:
+        recorder.close()
+    previous = "the input"
+    for name, (inputs, outputs) in recorder.seen.items():
+        their_inputs, their_outputs = ours[name]
+        if not all(map(torch.equal, outputs, their_outputs)):
+            if all(map(torch.equal, inputs, their_inputs)):
+                return f"{name} ({type(llm._runner.model.get_submodule(name)).__name__})"
+            return f"{name.rpartition('.')[0]}, between {previous} and {name}"
+        previous = name
+    return "not reproduced by a single sequence; the difference depends on the batch"
+
+
+def _engine_activations(llm: LLM, tokens: list[int]):
+    """The engine's activations of the last token: a prefill of all before it, then a step of one token."""
+    request = llm._request(tokens, SamplingParams(max_tokens=1), None)
+    sample = request.samples[0]
+    assert isinstance(sample, Sample)
+    sample.use_prefix_cache = False
+    blocks = llm.scheduler.blocks
+    if not blocks.grow(sample, len(tokens)):
+        return {}
+    recorder = None
+    try:
+        for count in filter(None, (len(tokens) - 1, 1)):
+            sample.num_scheduled_tokens = count
+            if count == 1:
+                recorder = _Recorder(llm._runner.model, 0)
+            llm._runner.run(Batch([sample]))
+            sample.num_cached_tokens += count
+    finally:
+        if recorder is not None:
+            recorder.close()
+        blocks.release(sample)
+    assert recorder is not None
+    return recorder.seen
+
+
+class _TorchNorm(nn.Module):
+    def __init__(self, norm: ExactRMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def replace_op(model: nn.Module, name: str) -> None:
+    """Replaces one exact module (a linear or a norm) by torch's own op. ValueError for anything else."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"no module {name!r}: {error}") from error
+    parent, _, leaf = name.rpartition(".")
+    plain: nn.Module
+    if isinstance(module, ExactRMSNorm):
+        plain = _TorchNorm(module)
+    elif isinstance(module, ExactLinear):
+        weight = module.weight if module.packed is None else module.packed.rows(torch.arange(module.out_features))
+        plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=weight.dtype)
+        plain.weight.data = weight.detach().contiguous()
+        if module.bias is not None:
+            plain.bias.data = module.bias.detach()
+    else:
+        raise ValueError(f"{name!r} is a {type(module).__name__}; choose a linear or a norm")
+    setattr(model.get_submodule(parent), leaf, plain)
