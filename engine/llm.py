@@ -100,7 +100,7 @@ class LLM:
         early (Ctrl-C, an error), its own requests are aborted, others stay, and the engine stays usable.
         """
         if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+            prompts = [prompts]  # type: ignore[list-item,assignment]
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -247,9 +247,7 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("string prompts").encode(prompt)
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
-        return None, list(prompt)
+        return None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # type: ignore[arg-type]
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

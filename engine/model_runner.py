@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
+from ..model import attention
 from ..model.exact import ExactLinear, LMHead
 from ..scheduler import Batch
 from .request import Sample, SampledToken
@@ -40,6 +42,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, num_blocks: int):
         self.model = model
+        model.set_attn_implementation(attention.NAME)
         self.head: LMHead = model.get_output_embeddings()
         self.kernels = ops.backend(self.head.weight.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
@@ -62,12 +65,12 @@ class ModelRunner:
 
     def pack_weights(self) -> None:
         """Rollout-only layout: each weight lives once, packed for the product."""
-        embedding = self.model.get_input_embeddings()
+        embedding: Any = self.model.get_input_embeddings()
         tied = embedding.weight is self.head.weight
         for module in self.model.modules():
             if isinstance(module, ExactLinear) and module.route == "fma":
                 module.packed = ops.PackedWeight.pack(module.weight)
-                module.weight = None
+                module.weight = None  # type: ignore[assignment]
         if tied and self.head.packed is not None:
             embedding.__class__ = PackedEmbedding
             embedding.packed = self.head.packed
@@ -97,7 +100,9 @@ class ModelRunner:
 
     def _draws(self, batch: Batch) -> tuple[list[_Draw], list[int]]:
         """What to sample and score, and the rows of the hidden states that the draws' `row` counts."""
-        draws, rows, first = [], [], 0
+        draws: list[_Draw] = []
+        rows: list[int] = []
+        first = 0
         for seq in batch.sequences:
             assert isinstance(seq, Sample)
             start, count = seq.num_cached_tokens, seq.num_scheduled_tokens
@@ -119,9 +124,7 @@ class ModelRunner:
         Raises FloatingPointError, naming the requests, where logits aren't finite.
         """
         layout = self._layout(batch)
-        ids = torch.tensor([
-            t for s in batch.sequences for t in s.token_ids[s.num_cached_tokens : s.num_cached_tokens + s.num_scheduled_tokens]
-        ])  # fmt: skip
+        ids = torch.tensor([t for s in batch.sequences for t in s.scheduled_token_ids])
         positions = torch.from_numpy(layout.positions).long()
         hidden = self.model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, kv_caches=self.kv_caches

@@ -87,7 +87,7 @@ class WeightLoader:
         self._check_manifest({name: shape for name, (_, shape, _) in entries.items()})
         for file in sorted({file for *_, file in entries.values()}):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118: not a dict
+                for name in tensors.keys():  # noqa: SIM118
                     yield name, tensors.get_tensor(name)
 
     def _check_manifest(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -102,7 +102,9 @@ class WeightLoader:
             raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(self.shapes[name])}")
 
     def _check_complete(self, names: set[str]) -> None:
-        covered = names | {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
+        covered = (
+            names | {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
+        )
         if missing := sorted(set(self.shapes) - covered):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
 

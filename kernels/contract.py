@@ -102,12 +102,15 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """
+    if route == "mkl" and "STRICT" not in os.environ.get("MKL_CBWR", ""):
+        raise NumericsError(f"linear_route='mkl' without oneMKL's strict mode. {_MKL_ADVICE}")
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for weight in weights:
-        packed = isinstance(weight, ops.PackedWeight)
-        depth = weight.panels.shape[1] if packed else weight.shape[1]
-        features = weight.features if packed else weight.shape[0]
+        if isinstance(weight, ops.PackedWeight):
+            features, depth = weight.features, weight.panels.shape[1]
+        else:
+            features, depth = weight.shape
         if (features, depth) in seen:
             continue
         seen.add((features, depth))

@@ -8,6 +8,7 @@ names; callers never see which one runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -131,7 +132,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
-_TORCH_ACTIVATIONS = {
+_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -220,7 +221,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = (t.float() for t in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
+        q, k, v, out, lse = (t.float() for t in saved)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         first = 0
         for length in ctx.lengths:
@@ -229,7 +231,7 @@ class _Attention(torch.autograd.Function):
                 q[one], k[one], v[one], out[one], lse[one], grad[one].float(), ctx.scale, ctx.window
             )
             first += length
-        grads = (g.to(t.dtype) for g, t in zip((grad_q, grad_k, grad_v), ctx.saved_tensors, strict=False))
+        grads = (g.to(t.dtype) for g, t in zip((grad_q, grad_k, grad_v), saved, strict=False))
         return *grads, None, None, None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AttentionInterface
 
@@ -26,7 +28,7 @@ def _layout_of(query: torch.Tensor, position_ids: torch.Tensor | None, group: in
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -78,7 +78,7 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
             bar.update()
             # dequantised on loading: what is left says "quantised" and keeps save_pretrained from writing
             del model.config.quantization_config
-            model.hf_quantizer = None
+            model.hf_quantizer = None  # type: ignore[assignment]
             model.save_pretrained(folder)
             bar.update()
             AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)

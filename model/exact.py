@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,9 @@ class ExactRMSNorm(nn.Module):
 
 class ExactMLP(nn.Module):
     activation: str
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -113,8 +117,8 @@ def check_config(config) -> None:
 def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "fma") -> PreTrainedModel:
     """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
 
-    exact=False replaces only attention and lm_head's log-probs and leaves torch's own ops in the rest: a control whose
-    bits depend on the batch. Raises UnsupportedModelError, naming the module, before anything is changed.
+    exact=False keeps HF's and torch's own ops, but for the fused log-probs in lm_head: a control, whose bits depend on
+    the batch. Raises UnsupportedModelError, naming the module, before anything is changed.
     """
     check_config(model.config)
     if linear_route not in ops.LINEAR_ROUTES[:2]:
@@ -129,7 +133,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         f"{stem}MLP": ExactMLP,
         f"{stem}RotaryEmbedding": ExactRotary,
     }
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     activations = {id(m.act_fn) for m in modules.values() if hasattr(m, "act_fn")}
     for name, module in modules.items():
         kind = type(module).__name__
@@ -140,12 +144,13 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         if new is None or not (exact or module is head):
             continue
         if isinstance(module, nn.Linear):
-            module.packed, module.request = None, None
-            module.route = linear_route if exact else "torch"
+            module.packed, module.request = None, None  # type: ignore[assignment]
+            module.route = linear_route if exact else "torch"  # type: ignore[assignment]
         if new is ExactMLP:
             module.activation = model.config.hidden_act
         module.__class__ = new
-    model.set_attn_implementation(attention.NAME)
+    if exact:
+        model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False
     model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return model
@@ -193,9 +198,11 @@ def exact_model(
     config = load_config(path)
     check_config(config)
     manifest(path)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
+    ops.backend(device).warm_up(dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
     )
+    model, info = loaded
     problems = [
         f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")

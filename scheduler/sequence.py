@@ -53,6 +53,10 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def scheduled_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
+
+    @property
     def samples_now(self) -> bool:
         """Does the scheduled step reach the last token, so that the next one is sampled?"""
         return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens

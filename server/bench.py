@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -25,7 +26,7 @@ def grouped(count: int = 8, n: int = 16, length: int = 256, output_len: int = 64
     return {"name": "grouped", "prompts": prompts, "n": n, "output_lens": [output_len] * count}
 
 
-WORKLOADS = {"mixed": mixed, "grouped": grouped}
+WORKLOADS: dict[str, Callable[[], dict]] = {"mixed": mixed, "grouped": grouped}
 
 
 def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -> dict:

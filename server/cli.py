@@ -106,13 +106,17 @@ def verify(
     dtype: DType = "float32",
     linear_route: Annotated[str, typer.Option(help="fma (any CPU) or mkl (Intel, strict mode).")] = "fma",
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
-    plant_fault: Annotated[str | None, typer.Option(help="Replace this module's op by torch's, to see it fail.")] = None,
+    plant_fault: Annotated[
+        str | None, typer.Option(help="Replace this module's op by torch's, to see it fail.")
+    ] = None,
 ) -> None:
     """Proves on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
     from ..trainer.verify import verify as run
 
     report = run(model, dtype, linear_route, seed, plant_fault)
-    table = Table("sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0))
+    table = Table(
+        "sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0)
+    )
     for r in report.rounds:
         style = "red" if r.differing else None
         cells = (r.sampling, r.max_num_seqs, r.max_num_batched_tokens, r.threads, r.tokens, r.preemptions)

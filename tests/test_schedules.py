@@ -4,14 +4,22 @@ import random
 
 import pytest
 import torch
-from conftest import CONFIGS
-from oracle import oracle
 
 from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
 from samebits.trainer import exact_model, token_logprobs
 
-FILTERS = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.0}]
+from models import CONFIGS
+from oracle import oracle
+
+FILTERS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 20},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 0.0},
+]
 
 
 def random_requests(rng: random.Random, vocab: int, count: int, longest: int):
@@ -71,9 +79,9 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     path = checkpoint(family)
     model = exact_model(path, dtype)
     preemptions = hits = 0
-    for case in range(3):
+    for case in range(8):
         rng = random.Random(f"{family}-{dtype}-{case}")
-        requests = random_requests(rng, 1001, 6, 45)
+        requests = random_requests(rng, 1001, 8, 45)
         results, llm = run_schedule(path, dtype, rng, requests, model)
         for (prompt, params), out in zip(requests, results, strict=True):
             expected = oracle(model, prompt, params, eos=(2,))

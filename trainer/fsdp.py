@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 
 def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group."""
-    for layer in model.base_model.layers:
+    base: Any = model.base_model
+    for layer in base.layers:
         fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+    fully_shard(model, **kwargs)
+    return model

@@ -55,7 +55,9 @@ def token_logprobs(
     shaped = _shaped(logprobs, sequences, attention_mask, lengths)
     if not return_entropy:
         return shaped
-    return shaped, _shaped(torch.zeros(len(ids)) if entropies is None else entropies, sequences, attention_mask, lengths)
+    return shaped, _shaped(
+        torch.zeros(len(ids)) if entropies is None else entropies, sequences, attention_mask, lengths
+    )
 
 
 def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,9 @@ def verify(
             for _ in range(6):
                 tail = [rng.randrange(vocab) for _ in range(rng.randint(1, longest // 2))]
                 prompts.append((shared if rng.random() < 0.5 else []) + tail)
-            params = SamplingParams(n=rng.choice((1, 2, 3)), max_tokens=longest // 2, seed=rng.randrange(2**32), **setting)
+            params = SamplingParams(
+                n=rng.choice((1, 2, 3)), max_tokens=longest // 2, seed=rng.randrange(2**32), **setting
+            )
             llm.scheduler.max_num_seqs = rng.choice((1, 3, 16))
             llm.scheduler.max_num_batched_tokens = rng.choice((5, 17, 64, 512))
             torch.set_num_threads(rng.choice((1, threads)))
@@ -142,23 +144,22 @@ class _Recorder:
     """Inputs and outputs of every module at one token, in order of completion."""
 
     def __init__(self, model: nn.Module, row: int):
-        self.row, self.seen = row, {}
-        self.handles = [
-            m.register_forward_hook(self._hook(name)) for name, m in model.named_modules() if not list(m.children())
-        ]
+        self.row = row
+        self.seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+        self.handles = [m.register_forward_hook(self._hook(name)) for name, m in leaves]
 
     def _hook(self, name: str):
         def hook(module, args, output):
-            tensors = [t for t in (*args, *(output if isinstance(output, tuple) else (output,))) if torch.is_tensor(t)]
-            self.seen[name] = [t.detach().reshape(-1, t.shape[-1])[self._index(t)].clone() for t in tensors]
-            self.inputs = len([a for a in args if torch.is_tensor(a)])
-            self.seen[name] = (self.seen[name][: self.inputs], self.seen[name][self.inputs :])
+            outputs = output if isinstance(output, tuple) else (output,)
+            self.seen[name] = self._at_token(args), self._at_token(outputs)
 
         return hook
 
-    def _index(self, tensor: Tensor) -> int:
-        rows = tensor.numel() // tensor.shape[-1] if tensor.dim() > 1 else 1
-        return self.row if rows > self.row >= 0 else -1
+    def _at_token(self, values) -> list[Tensor]:
+        """Each [1, T, ...] tensor at the token; lm_head sees that token's row alone."""
+        tensors = [t[0] if t.shape[0] == 1 and t.dim() > 1 else t for t in values if torch.is_tensor(t)]
+        return [t[min(self.row, len(t) - 1)].detach().clone() for t in tensors]
 
     def close(self) -> None:
         for handle in self.handles:

@@ -159,5 +159,7 @@ def attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     caches = storage(k_cache), storage(v_cache)
     programs = torch.get_num_threads()
-    _attention(q.numpy(), *caches, items, positions, tables, table_starts, scale, window, out.numpy(), lse.numpy(), programs)
+    _attention(
+        q.numpy(), *caches, items, positions, tables, table_starts, scale, window, out.numpy(), lse.numpy(), programs
+    )
     return out, lse

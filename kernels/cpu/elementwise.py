@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numba import float32, int32, prange
 
-from .jit import inline, parallel
+from .jit import inline, parallel, storage
 from .simd import bits_float, float_bits, fma
 
 # ln 2 split so that n * LN2_HIGH is exact for |n| < 2^11: Cody & Waite, Software Manual for the Elementary Functions.
@@ -123,7 +123,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """weight * (x * rstd) and rstd = 1 / sqrt(mean(x^2) + eps): x [rows, width] fp32 -> [rows, width], [rows]."""
     out, rstd = torch.empty_like(x), torch.empty(x.shape[0])
-    _rms_norm(x.numpy(), weight.numpy(), eps, out.numpy(), rstd.numpy())
+    _rms_norm(x.numpy(), storage(weight), eps, out.numpy(), rstd.numpy())
     return out, rstd
 
 

@@ -35,8 +35,11 @@ def _cache_folder():
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:
-    """A view for numba, which has no bf16: its bits as int16."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    """A view of a tensor that others own, for numba, which has no bf16: its bits as int16.
+
+    Not `tensor.numpy()`: that pins the storage's size for good, and FSDP frees a parameter by resizing it.
+    """
+    return np.from_dlpack(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
 def inline(function):
@@ -57,4 +60,5 @@ def parallel(function):
                 numba.set_num_threads(threads)
                 _thread.count = threads
             return compiled(*args)
+
     return launch

@@ -68,7 +68,7 @@ def packed_rows(panels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _start(bias: torch.Tensor | None) -> np.ndarray:
-    return _NO_BIAS if bias is None else bias.float().numpy()
+    return _NO_BIAS if bias is None else storage(bias)
 
 
 def linear_packed(x: torch.Tensor, panels: torch.Tensor, features: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,10 +81,10 @@ def linear_packed(x: torch.Tensor, panels: torch.Tensor, features: int, bias: to
 def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, weight [features, depth] fp32, any strides."""
     out = torch.empty(x.shape[0], weight.shape[0])
-    _linear_unpacked(x.numpy(), weight.numpy(), _start(bias), False, out.numpy())
+    _linear_unpacked(x.numpy(), storage(weight), _start(bias), False, out.numpy())
     return out
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out += x @ weight.T in place: the chains go on from what `out` holds."""
-    _linear_unpacked(x.numpy(), weight.numpy(), _NO_BIAS, True, out.numpy())
+    _linear_unpacked(x.numpy(), storage(weight), _NO_BIAS, True, out.numpy())

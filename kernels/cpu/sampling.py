@@ -143,7 +143,19 @@ def _draw(weights, z, threshold, u, total, lanes):
 
 @parallel
 def _distribution(
-    logits, temperature, top_k, top_p, min_p, banned, banned_starts, tokens, seeds, samples, positions, fields, thresholds
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    banned,
+    banned_starts,
+    tokens,
+    seeds,
+    samples,
+    positions,
+    fields,
+    thresholds,
 ):
     vocab = logits.shape[1]
     for i in prange(logits.shape[0]):

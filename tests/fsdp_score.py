@@ -1,0 +1,82 @@
+"""Run by torchrun: scores sequences under FSDP2 in several ways, optionally after optimizer steps; rank 0 saves."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from samebits import LLM, SamplingParams
+from samebits.trainer import exact_model, shard, token_logprobs
+
+
+def score(model, job) -> dict:
+    """Log-probs of the job's sequences: packed, right-padded and left-padded."""
+    params = SamplingParams(**job["sampling"])
+    sequences = job["sequences"]
+    lens = {"prompt_lens": job["prompt_lens"]}
+    with torch.no_grad():
+        packed = token_logprobs(model, sequences, params, **lens)
+        width = max(map(len, sequences))
+        result = {"packed": packed}
+        for side in ("right", "left"):
+            ids, mask = torch.zeros(len(sequences), width, dtype=torch.long), torch.zeros(len(sequences), width)
+            for i, s in enumerate(sequences):
+                where = slice(0, len(s)) if side == "right" else slice(width - len(s), width)
+                ids[i, where], mask[i, where] = torch.tensor(s), 1
+            padded = token_logprobs(model, ids, params, attention_mask=mask, **lens)
+            result[side] = [row[m.bool()] for row, m in zip(padded, mask, strict=True)]
+    return result
+
+
+def main(job_file: str, out_file: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    job = torch.load(job_file)
+    torch.set_num_threads(job["threads"])
+    bf16 = job["dtype"] == "bfloat16"
+    model = exact_model(job["path"], "float32" if job["master"] else job["dtype"])
+    policy = (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        if bf16 and job["master"]
+        else {}
+    )
+    model = shard(model, **policy)
+    if job["checkpointing"]:
+        model.gradient_checkpointing_enable()
+        model.train()
+    result = train(model, job) if job["rounds"] else score(model, job)
+    if rank == 0:
+        torch.save(result, out_file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(model, job) -> dict:
+    """Rollout, compare, optimizer step, update_weights; several rounds. Every rank holds an engine."""
+    llm = LLM(job["path"], dtype=job["dtype"], kv_cache_memory_bytes=2**22)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    params = SamplingParams(**job["sampling"])
+    equal, moved, gradients = [], [], []
+    for step in range(job["rounds"]):
+        outputs = llm.generate(job["prompts"], params, use_tqdm=False)
+        pairs = [(len(o.prompt_token_ids), o.prompt_token_ids + c.token_ids, c) for o in outputs for c in o.completions]
+        logprobs = token_logprobs(model, [s for _, s, _ in pairs], params, prompt_lens=[p for p, _, _ in pairs])
+        equal.append(
+            all(
+                torch.equal(torch.tensor(c.logprobs), lp[p:].detach())
+                for (p, _, c), lp in zip(pairs, logprobs, strict=True)
+            )
+        )
+        moved.append([c.logprobs for _, _, c in pairs])
+        loss = -sum((-1.0) ** i * lp.sum() for i, lp in enumerate(logprobs)) / len(pairs)
+        optimizer.zero_grad()
+        loss.backward()
+        gradients.append([p.grad.full_tensor().clone() for p in model.parameters()])
+        optimizer.step()
+        assert llm.update_weights(model) == step + 1
+    return {"equal": equal, "logprobs": moved, "gradients": gradients}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
