@@ -13,7 +13,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..engine import LLM, SamplingParams
-from ..engine.request import Sample
 from ..kernels import ops
 from ..model import exact_model
 from ..model.exact import ExactLinear, ExactRMSNorm
@@ -141,10 +140,9 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
 
 
 class _Recorder:
-    """Inputs and outputs of every module at one token, in order of completion."""
+    """Inputs and outputs of every leaf module at every token, in order of completion; later forwards append."""
 
-    def __init__(self, model: nn.Module, row: int):
-        self.row = row
+    def __init__(self, model: nn.Module):
         self.seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
         self.handles = [m.register_forward_hook(self._hook(name)) for name, m in leaves]
@@ -152,63 +150,64 @@ class _Recorder:
     def _hook(self, name: str):
         def hook(module, args, output):
             outputs = output if isinstance(output, tuple) else (output,)
-            self.seen[name] = self._at_token(args), self._at_token(outputs)
+            inputs, results = self.seen.setdefault(name, ([], []))
+            inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
+            results += [_by_token(t) for t in outputs if torch.is_tensor(t)]
 
         return hook
 
-    def _at_token(self, values) -> list[Tensor]:
-        """Each [1, T, ...] tensor at the token; lm_head sees that token's row alone."""
-        tensors = [t[0] if t.shape[0] == 1 and t.dim() > 1 else t for t in values if torch.is_tensor(t)]
-        return [t[min(self.row, len(t) - 1)].detach().clone() for t in tensors]
+    def __enter__(self) -> _Recorder:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *exception) -> None:
         for handle in self.handles:
             handle.remove()
 
 
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, T, ...] or [R, ...] -> [tokens, ...], a copy."""
+    return (tensor[0] if tensor.shape[0] == 1 and tensor.dim() > 1 else tensor).detach().clone()
+
+
+def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Two forwards' tensors against those of one: the same values token by token."""
+    if len(ours) == len(theirs):
+        return all(map(torch.equal, ours, theirs))
+    count = len(theirs)
+    return all(torch.equal(torch.cat(ours[i::count]), theirs[i]) for i in range(count))
+
+
 def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int) -> str:
-    """Recomputes one sequence on both sides; the first module, in order of computation, that differs at `position`."""
+    """Recomputes one sequence up to `position` on both sides; the first module, in order of computation, to differ."""
     tokens = sequence[: position + 1]
     ours = _engine_activations(llm, tokens)
-    recorder = _Recorder(model, position)
-    try:
-        with torch.no_grad():
-            model(torch.tensor([tokens]), logits_to_keep=1)
-    finally:
-        recorder.close()
+    with _Recorder(model) as recorder, torch.no_grad():
+        model(torch.tensor([tokens]), logits_to_keep=1)
     previous = "the input"
     for name, (inputs, outputs) in recorder.seen.items():
-        their_inputs, their_outputs = ours[name]
-        if not all(map(torch.equal, outputs, their_outputs)):
-            if all(map(torch.equal, inputs, their_inputs)):
+        our_inputs, our_outputs = ours[name]
+        if not _equal(our_outputs, outputs):
+            if _equal(our_inputs, inputs):
                 return f"{name} ({type(llm._runner.model.get_submodule(name)).__name__})"
             return f"{name.rpartition('.')[0]}, between {previous} and {name}"
         previous = name
-    return "not reproduced by a single sequence; the difference depends on the batch"
+    return "not reproduced by a single sequence: the difference depends on the batch"
 
 
-def _engine_activations(llm: LLM, tokens: list[int]):
-    """The engine's activations of the last token: a prefill of all before it, then a step of one token."""
-    request = llm._request(tokens, SamplingParams(max_tokens=1), None)
-    sample = request.samples[0]
-    assert isinstance(sample, Sample)
-    sample.use_prefix_cache = False
+def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """The engine's activations: a prefill of all tokens but the last, then a step of one token."""
+    sample = llm._request(tokens, SamplingParams(max_tokens=1), None).samples[0]
     blocks = llm.scheduler.blocks
     if not blocks.grow(sample, len(tokens)):
-        return {}
-    recorder = None
+        raise MemoryError("the KV pool is in use")
     try:
-        for count in filter(None, (len(tokens) - 1, 1)):
-            sample.num_scheduled_tokens = count
-            if count == 1:
-                recorder = _Recorder(llm._runner.model, 0)
-            llm._runner.run(Batch([sample]))
-            sample.num_cached_tokens += count
+        with _Recorder(llm._runner.model) as recorder:
+            for count in filter(None, (len(tokens) - 1, 1)):
+                sample.num_scheduled_tokens = count
+                llm._runner.run(Batch([sample]))
+                sample.num_cached_tokens += count
     finally:
-        if recorder is not None:
-            recorder.close()
         blocks.release(sample)
-    assert recorder is not None
     return recorder.seen
 
 

@@ -1,0 +1,45 @@
+"""Code lines per package: no blanks, comments or docstrings. usage: python benchmarks/loc.py [--json]"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import pathlib
+import sys
+import tokenize
+
+ROOT = pathlib.Path(__file__).parent.parent
+BUDGETS = {"engine + scheduler + model": 2000, "kernels": None, "trainer": 600, "server": 1000}
+SKIP = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(file: pathlib.Path) -> int:
+    """Lines that hold a token of code."""
+    source = file.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in SKIP:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def main() -> None:
+    sizes = {
+        group: sum(code_lines(f) for part in group.split(" + ") for f in (ROOT / part).rglob("*.py"))
+        for group in BUDGETS
+    }
+    if "--json" in sys.argv:
+        print(json.dumps(sizes))
+        return
+    for group, size in sizes.items():
+        budget = f"  (at most {BUDGETS[group]})" if BUDGETS[group] else ""
+        print(f"{group:28} {size:5}{budget}")
+    print(f"{'total':28} {sum(sizes.values()):5}")
+
+
+if __name__ == "__main__":
+    main()

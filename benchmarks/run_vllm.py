@@ -1,0 +1,32 @@
+"""One timed run of vLLM after a whole warm-up run. usage: VLLM_PYTHON run_vllm.py JOB.json; see throughput.py."""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    limits = {"max_model_len": 2048, "max_num_seqs": 128, "enforce_eager": True}
+    llm = LLM(job["model"], dtype=job["dtype"], enable_prefix_caching=True, **limits)
+    prompts = [{"prompt_token_ids": p} for p in job["prompts"] for _ in range(job["n"])]
+    lens = [m for m in job["output_lens"] for _ in range(job["n"])]
+    params = [SamplingParams(temperature=1.0, max_tokens=m, ignore_eos=True, logprobs=0) for m in lens]
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+    print(json.dumps({"engine": "vLLM", "seconds": [seconds], "output_tok_s": [sum(lens) / seconds]}))
+
+
+if __name__ == "__main__":
+    main()

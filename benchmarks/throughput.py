@@ -1,0 +1,113 @@
+"""One workload on several engines, each in a process of its own, in turn; a table, ratios and JSON.
+
+usage: python benchmarks/throughput.py [--workload mixed grouped] [--peers hf vllm] [--rounds 3] [--out FILE]
+vLLM runs under the interpreter that VLLM_PYTHON names (an environment with its CPU build).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from samebits.model import resolve
+from samebits.server.bench import WORKLOADS
+
+HERE = pathlib.Path(__file__).parent
+
+
+def commands(job: str, peers: list[str]) -> dict[str, list[str]]:
+    """Engine -> command line."""
+    found = {
+        "samebits": [sys.executable, str(HERE / "run_samebits.py"), job],
+        "samebits, switches off": [sys.executable, str(HERE / "run_samebits.py"), job, "--off"],
+    }
+    if "hf" in peers:
+        found["HF generate"] = [sys.executable, str(HERE / "run_hf.py"), job]
+    if "vllm" in peers:
+        if "VLLM_PYTHON" not in os.environ:
+            sys.exit("set VLLM_PYTHON to the python of an environment with vLLM's CPU build")
+        found["vLLM"] = [os.environ["VLLM_PYTHON"], str(HERE / "run_vllm.py"), job]
+    return found
+
+
+def measure(model: str, workload: str, dtype: str, peers: list[str], rounds: int) -> dict:
+    """Runs each engine once a round, in turn; the median of the rounds counts."""
+    runs: dict[str, list[dict]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = pathlib.Path(folder) / "job.json"
+        job.write_text(json.dumps({"model": model, "dtype": dtype, **WORKLOADS[workload]()}))
+        lines = commands(str(job), peers)
+        with tqdm(total=rounds * len(lines), desc=workload, unit="run") as bar:
+            for _ in range(rounds):
+                for engine, command in lines.items():
+                    done = subprocess.run(command, capture_output=True, text=True)
+                    if done.returncode:
+                        sys.exit(f"{engine} failed:\n{done.stderr[-2000:]}")
+                    runs.setdefault(engine, []).append(json.loads(done.stdout.strip().splitlines()[-1]))
+                    bar.update()
+    engines = {
+        engine: {**each[-1], "output_tok_s": [round(r["output_tok_s"][0], 1) for r in each]}
+        for engine, each in runs.items()
+    }
+    return {"workload": workload, "dtype": dtype, "engines": engines}
+
+
+def show(result: dict, console: Console) -> None:
+    table = Table(
+        "engine", "output tok/s (median)", "runs", "samebits is", "start s", "resident MB", title=result["workload"]
+    )
+    ours = result["engines"]["samebits"]["output_tok_s"]
+    for engine, r in result["engines"].items():
+        rates = r["output_tok_s"]
+        ratio = statistics.median(a / b for a, b in zip(ours, rates, strict=True))
+        cells = [f"{statistics.median(rates):.0f}", " ".join(f"{x:.0f}" for x in rates), f"{ratio:.2f} x"]
+        table.add_row(engine, *cells, str(r.get("start_seconds", "")), str(r.get("resident_mb", "")))
+    console.print(table)
+    samebits = result["engines"]["samebits"]
+    overhead = samebits["resident_mb"] - samebits["weights_mb"] - samebits["kv_mb"]
+    console.print(
+        f"prompt tokens computed {samebits['prompt_tokens_computed']}; resident {samebits['resident_mb']} MB = weights "
+        f"{samebits['weights_mb']} + KV pool {samebits['kv_mb']} {overhead:+}",
+        highlight=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--workload", nargs="+", default=["mixed", "grouped"], choices=WORKLOADS)
+    parser.add_argument("--peers", nargs="*", default=[], choices=["hf", "vllm"])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", help="also write the results here, as JSON")
+    args = parser.parse_args()
+    model, console = str(resolve(args.model)), Console(width=120)
+    results = [measure(model, w, args.dtype, args.peers, args.rounds) for w in args.workload]
+    for result in results:
+        show(result, console)
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    if args.out:
+        pathlib.Path(args.out).write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

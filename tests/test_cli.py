@@ -1,0 +1,134 @@
+"""The command line and the examples, run as a user runs them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(*command, **kwargs):
+    env = {**os.environ, "COLUMNS": "120"}
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, **kwargs)
+
+
+def samebits(*args, **kwargs):
+    return run("-c", "from samebits.server.cli import main; main()", *args, **kwargs)
+
+
+def test_generate_prints_the_same_json_for_the_same_seed(smollm2):
+    args = ("generate", smollm2, "The capital of France is", "-n", 2, "--max-tokens", 8, "--seed", 3, "--json")
+    first, second = samebits(*args), samebits(*args)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert len(result["completions"]) == 2
+    assert first.stdout == second.stdout
+
+
+def test_chat_answers_from_standard_input(smollm2):
+    done = samebits("chat", smollm2, "--temperature", 0, input="What is the capital of France?\nexit\n")
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+
+
+def test_verify_passes_and_finds_a_planted_fault(checkpoint):
+    path = checkpoint("qwen3")
+    good = samebits("verify", path)
+    assert good.returncode == 0, good.stderr
+    assert "max |rollout - trainer| = 0" in good.stdout
+    for module in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_norm"):
+        bad = samebits("verify", path, "--plant-fault", module)
+        assert bad.returncode == 1
+        assert f"first difference: {module}" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("verify", "MODEL", "--plant-fault", "model.nowhere"),
+        ("generate", "/no/such/model", "hi"),
+        ("contract", "--dtype", "float16"),
+    ],
+)
+def test_bad_input_is_one_line_without_traceback(checkpoint, args):
+    done = samebits(*(checkpoint("llama") if a == "MODEL" else a for a in args))
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
+    from samebits import LLM
+
+    printed = json.loads(samebits("contract", "--dtype", "bfloat16", "--json").stdout)
+    llm = LLM(checkpoint("llama"), dtype="bfloat16", kv_cache_memory_bytes=2**20)
+    assert printed["hash"] == llm.contract.hash
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from samebits.server.cli import app; assert 'torch' not in sys.modules"
+    assert run("-c", code).returncode == 0
+
+
+def test_readme_example_is_the_quickstart_and_runs(smollm2):
+    source = (ROOT / "examples" / "quickstart.py").read_text()
+    body = source.split('"""', 2)[2].strip()
+    assert body in (ROOT / "README.md").read_text()
+    done = run(ROOT / "examples" / "quickstart.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == 4
+    assert "weight version 1" in done.stdout
+
+
+def test_demo_ends_in_equality_and_shows_the_mismatch_without(smollm2):
+    done = run(ROOT / "examples" / "demo.py", "--model", smollm2, "--max-tokens", 6, "-n", 1)
+    assert done.returncode == 0, done.stderr
+    exact, off = (line for line in done.stdout.splitlines() if line.startswith("max |rollout"))
+    assert "= 0 over" in exact
+    assert exact.endswith("bitwise equal")
+    assert off.endswith("tokens differ")
+    assert "= 0 over" not in off
+
+
+@pytest.mark.slow
+def test_throughput_benchmark_compares_engines(smollm2, tmp_path):
+    out = tmp_path / "result.json"
+    done = run(
+        ROOT / "benchmarks" / "throughput.py", "--model", smollm2, "--workload", "mixed", "--rounds", 1, "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    engines = json.loads(out.read_text())["results"][0]["engines"]
+    assert set(engines) == {"samebits", "samebits, switches off"}
+
+
+def test_sizes_stay_within_the_design():
+    sizes = json.loads(run(ROOT / "benchmarks" / "loc.py", "--json").stdout)
+    assert sizes["engine + scheduler + model"] <= 2000
+    assert sizes["trainer"] <= 600
+    assert sizes["server"] <= 1000
+
+
+def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkpoint):
+    """On CPUs whose oneMKL has no strict mode the route must be refused, naming the variable."""
+    for branch in ("AVX512,STRICT", "AVX2,STRICT"):
+        env = {**os.environ, "MKL_CBWR": branch, "COLUMNS": "120"}
+        command = [
+            sys.executable,
+            "-c",
+            "from samebits.server.cli import main; main()",
+            "verify",
+            str(checkpoint("llama")),
+            "--linear-route",
+            "mkl",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if done.returncode == 0:
+            assert "bitwise equal" in done.stdout
+            return
+        assert done.returncode == 2
+        assert "MKL_CBWR" in done.stderr
+    pytest.skip("this CPU's oneMKL keeps no strict mode: the route was refused, as it must be")
