@@ -26,6 +26,9 @@ class EngineConfig:
     exact: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is None and name in ("max_model_len", "kv_cache_memory_bytes"):

@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from ..kernels import ops
 from ..kernels.contract import Contract
 from ..model.checkpoint import resolve
-from ..model.exact import contract_of, exact_model
+from ..model.exact import contract_of, eos_token_ids, exact_model
 from ..scheduler import BlockManager, Scheduler
 from .config import EngineConfig
 from .model_runner import ModelRunner
@@ -65,7 +65,7 @@ class LLM:
         if (self.config.max_model_len or 0) > limit:
             raise ValueError(f"max_model_len {self.config.max_model_len} exceeds the model's {limit} positions")
         self.max_model_len = self.config.max_model_len or limit
-        self.eos_token_ids = _eos_token_ids(self.path, hf.config)
+        self.eos_token_ids = eos_token_ids(hf)
         self.weight_version = 0
         self._weights = WeightLoader(hf)
         self.weight_bytes = sum(p.nbytes for p in hf.parameters())
@@ -78,6 +78,7 @@ class LLM:
         self.scheduler = Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.kv_cache_bytes = num_blocks * block_bytes
         self._requests: dict[str, Request] = {}
+        self._undelivered: dict[str, Request] = {}  # progressed since `step` last reported them
         self._next_seq_id = 0
         self._next_request_id = 0
         self._generation_tokens = 0
@@ -99,6 +100,8 @@ class LLM:
         sampling_params: one for all, or one per prompt. All are checked before the first starts. When the call ends
         early (Ctrl-C, an error), its own requests are aborted, others stay, and the engine stays usable.
         """
+        if hasattr(prompts, "tolist"):  # a tensor or array: one prompt, or a row each
+            prompts = prompts.tolist()
         if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item,assignment]
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -107,8 +110,9 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling_params; give one, or one per prompt")
         requests = [self._request(p, s, None) for p, s in zip(prompts, each, strict=True)]  # type: ignore[arg-type]
         try:
-            for request in requests:
-                self._submit(request)
+            with _deferred_interrupt():
+                for request in requests:
+                    self._submit(request)
             total = sum(len(r.samples) for r in requests)
             with tqdm(total=total, desc="Generating", unit="sample", delay=2, disable=not use_tqdm) as bar:
                 while any(not r.finished for r in requests):
@@ -119,6 +123,9 @@ class LLM:
             for request in requests:
                 self.abort(request.request_id)
             raise
+        finally:
+            for request in requests:
+                self._undelivered.pop(request.request_id, None)
         return [r.output(self.tokenizer) for r in requests]
 
     def chat(
@@ -146,14 +153,18 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch. Returns a snapshot of every request that got a token or ended: streaming."""
-        return [r.output(self.tokenizer) for r in self._step()]
+        self._step()
+        progressed, self._undelivered = self._undelivered, {}
+        return [r.output(self.tokenizer) for r in progressed.values()]
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        """Has `step` anything left to compute or to report?"""
+        return bool(self._requests or self._undelivered)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its samples so far get finish_reason "abort". False if it isn't there (any more)."""
         request = self._requests.pop(request_id, None)
+        self._undelivered.pop(request_id, None)
         if request is None:
             return False
         leader = request.samples[0]
@@ -166,35 +177,42 @@ class LLM:
                     self.scheduler.finish(sample)
         return True
 
-    def _step(self) -> list[Request]:
+    def _step(self) -> None:
         start = time.perf_counter()
         with _deferred_interrupt():  # state changes whole steps at a time
             batch = self.scheduler.schedule()
             if not batch.sequences:
-                return []
+                return
             self._runner.copy_blocks(self.scheduler.block_copies)
             self.scheduler.block_copies.clear()
             tokens, scores = self._runner.run(batch)
-            touched: dict[str, Request] = {}
             sampling = [s for s in batch.sequences if s.samples_now]
             self.scheduler.advance(batch)
             for seq_id, values in scores.items():
                 leader = next(s for s in batch.sequences if s.seq_id == seq_id)
                 leader.request.prompt_logprobs += values  # type: ignore[attr-defined]
-            started = [s for seq in sampling for s in (seq, *self.scheduler.fork(seq))]
-            for sample in started:
-                assert isinstance(sample, Sample)
+            samples = [s for seq in sampling for s in (seq, *self.scheduler.fork(seq)) if isinstance(s, Sample)]
+            for sample in samples:
                 sample.append(tokens[sample.seq_id], self.weight_version)
-                sample.request.check_stop(sample, self._tokenizer)
-                if sample.finish_reason is not None:
-                    self.scheduler.finish(sample)
-                touched[sample.request.request_id] = sample.request
-            for request in touched.values():
-                if request.finished:
-                    self._requests.pop(request.request_id, None)
-            self._generation_tokens += len(started)
+            self._generation_tokens += len(samples)
             self._step_seconds += time.perf_counter() - start
-            return list(touched.values())
+            self._finish_stopped(samples)
+
+    def _finish_stopped(self, samples: list[Sample]) -> None:
+        errors = []
+        for sample in samples:
+            request = sample.request
+            try:
+                request.check_stop(sample, self._tokenizer)
+            except Exception as error:  # one request's failure (its tokenizer, say) must not cost the others a token
+                errors.append(error)
+            if sample.finish_reason is not None:
+                self.scheduler.finish(sample)
+            self._undelivered[request.request_id] = request
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+        if errors:
+            raise errors[0]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -219,8 +237,8 @@ class LLM:
         if params.stop:
             self._need_tokenizer("stop strings")
         if request_id is None:
-            request_id, self._next_request_id = f"request-{self._next_request_id}", self._next_request_id + 1
-        elif request_id in self._requests:
+            request_id = self._new_request_id()
+        elif request_id in self._requests or request_id in self._undelivered:
             raise ValueError(f"request_id {request_id!r} is in use")
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         request = Request(request_id, text, ids, params, seed, () if params.ignore_eos else self.eos_token_ids)
@@ -231,6 +249,12 @@ class LLM:
             self._next_seq_id += 1
         self.scheduler.check_fits(request.samples[0])
         return request
+
+    def _new_request_id(self) -> str:
+        while True:
+            request_id, self._next_request_id = f"request-{self._next_request_id}", self._next_request_id + 1
+            if request_id not in self._requests and request_id not in self._undelivered:
+                return request_id
 
     def _submit(self, request: Request) -> None:
         leader, *siblings = request.samples
@@ -247,7 +271,11 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("string prompts").encode(prompt)
-        return None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # type: ignore[arg-type]
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple):
+            raise TypeError(f"a prompt is a string, token ids, or a dict of one of them; got {type(prompt).__name__}")
+        return None, list(prompt)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -261,12 +289,15 @@ class LLM:
         """
         if version is None:
             version = self.weight_version + 1
-        if isinstance(version, bool) or not isinstance(version, int) or version <= self.weight_version:
-            raise ValueError(f"version must be an integer above {self.weight_version}, got {version!r}")
+        valid = isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63
+        if not valid:
+            raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
         with _deferred_interrupt():
             self._weights.update(source)
             self.weight_version = version
             self.scheduler.preempt_all(self._salt())
+            for request in self._requests.values():
+                request.forget_partial_scores()
         return version
 
     def reset_prefix_cache(self) -> None:
@@ -318,16 +349,6 @@ class LLM:
         if free < 1:
             raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
         return min(free, per_seq * self.config.max_num_seqs)
-
-
-def _eos_token_ids(path, config) -> tuple[int, ...]:
-    """EOS from generation_config.json, else from the config; one id or a list."""
-    eos = config.eos_token_id
-    if (path / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(path).eos_token_id or eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
 
 
 @contextmanager

@@ -54,6 +54,11 @@ class Request:
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.samples)
 
+    def forget_partial_scores(self) -> None:
+        """New weights came while the prompt was being scored: its scores must be of one version."""
+        if len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1:
+            self.prompt_logprobs = []
+
     @property
     def terminal_ids(self) -> list[int]:
         """Tokens that end a sample; banned before min_tokens."""

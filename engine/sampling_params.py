@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 MAX_N = 4096
 MAX_LOGPROBS = 1000
+MIN_TEMPERATURE = 1e-6  # below, fp32 logits / temperature overflow
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:
@@ -54,6 +55,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 1e4)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0.0, 1.0)

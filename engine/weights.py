@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels import ops
 from ..kernels.contract import NumericsError
 from ..model.checkpoint import manifest
-from ..model.exact import ExactLinear, LMHead
+from ..model.exact import LMHead
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
@@ -31,9 +32,12 @@ class WeightLoader:
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.dtype = next(iter(parameters.values())).dtype
         modules = dict(model.named_modules())
-        self.slots = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
         first = {id(p): name for name, p in reversed(parameters.items())}
         self.tied = {name: first[id(p)] for name, p in parameters.items() if first[id(p)] != name}
+        self.slots: dict[str, list[tuple[Any, str]]] = {}  # where a tensor is used; under the first of tied names
+        for name, p in parameters.items():
+            owner, _, leaf = name.rpartition(".")
+            self.slots.setdefault(first[id(p)], []).append((modules[owner], leaf))
         self.route = next(m.route for m in model.modules() if isinstance(m, LMHead))
 
     def update(self, source: Source) -> None:
@@ -41,29 +45,27 @@ class WeightLoader:
         checkpoint directory. Raises WeightUpdateError and changes nothing when a tensor is missing, unknown, given
         twice, of another shape or dtype, or not finite.
         """
-        staged: dict[str, Tensor] = {}
-        packed: dict[str, ops.PackedWeight] = {}
+        staged: dict[str, Tensor | ops.PackedWeight] = {}
+        given: dict[str, Tensor | None] = {}
         for name, tensor in self._tensors(source):
-            if name in staged or name in packed:
+            if name in given:
                 raise WeightUpdateError(f"tensor {name!r} was given twice")
             tensor = self._checked(name, tensor)
-            module, leaf = self.slots[name]
-            if leaf == "weight" and isinstance(module, ExactLinear) and module.packed is not None:
-                packed[name] = ops.PackedWeight.pack(tensor)
-            elif name not in self.tied:
-                staged[name] = tensor.clone()
-        self._check_complete(set(staged) | set(packed))
-        for name, tensor in staged.items():
-            module, leaf = self.slots[name]
-            if getattr(module, leaf) is not None:
-                getattr(module, leaf).data = tensor
-        for name, weight in packed.items():
-            self.slots[name][0].packed = weight
-        for name in {*self.tied, *self.tied.values()}:
-            module = self.slots[name][0]
-            if getattr(module, "packed", None) is not None:  # the tied pair shares one packed weight
-                shared = next(packed[n] for n in packed if n in (name, self.tied.get(name)) or self.tied.get(n) == name)
-                module.packed = shared
+            first = self.tied.get(name, name)
+            twin = next((t for n, t in given.items() if t is not None and self.tied.get(n, n) == first), None)
+            if twin is not None and not torch.equal(twin, tensor):
+                raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
+            given[name] = tensor if first in self.tied.values() else None
+            if twin is None:
+                pack = any(getattr(module, "packed", None) is not None for module, _ in self.slots[first])
+                staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
+        self._check_complete(set(given))
+        for name, new in staged.items():
+            for module, leaf in self.slots[name]:
+                if isinstance(new, ops.PackedWeight):
+                    module.packed = new
+                else:
+                    getattr(module, leaf).data = new
 
     def _tensors(self, source: Source) -> Iterator[tuple[str, Tensor]]:
         if isinstance(source, nn.Module):

@@ -170,6 +170,15 @@ def contract_of(model: PreTrainedModel) -> Contract:
     return Contract.of(dtype, weight.device, head.route)
 
 
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The model's EOS, one or several, from its generation config or its config; ids beyond the vocabulary dropped."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.eos_token_id
+    ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    return tuple(token for token in ids if 0 <= token < model.config.vocab_size)
+
+
 def load_config(path: os.PathLike):
     try:
         return AutoConfig.from_pretrained(path)
@@ -200,7 +209,12 @@ def exact_model(
     manifest(path)
     ops.backend(device).warm_up(dtype)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     model, info = loaded
     problems = [
@@ -210,6 +224,9 @@ def exact_model(
     ]
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
     model = make_exact(model.to(device).eval(), exact, linear_route)
     if exact:
         probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)], linear_route)

@@ -512,6 +512,16 @@ def test_fork_of_whole_blocks_copies_nothing():
     driver.drain()
 
 
+def test_siblings_publish_what_each_of_them_sampled():
+    driver = Driver(num_blocks=32)
+    prompt = tokens(0, 8)
+    driver.add(prompt, max_tokens=10, n=2)
+    while driver.scheduler.has_work:
+        driver.step(token=lambda seq: seq.sample_index)
+    for tail, hit in (([0] * 9, 16), ([1] * 9, 16), ([0] * 4 + [1] * 5, 12), ([1] * 4 + [0] * 5, 12)):
+        assert driver.run(prompt + tail, max_tokens=1) == hit
+
+
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(3, 8), (8, 1)])
 def test_siblings_that_find_no_room_wait_and_hit_the_prompt_later(num_blocks, max_num_seqs):
     driver = Driver(num_blocks, max_num_seqs)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
-from ..model.exact import LMHead, LogprobRequest
+from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 
 
 def token_logprobs(
@@ -105,9 +105,12 @@ def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens) 
     if params.min_tokens:
         if prompt_lens is None or len(prompt_lens) != len(lengths):
             raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
-        eos = [] if params.ignore_eos else model.generation_config.eos_token_id
-        eos = [eos] if isinstance(eos, int) else list(eos or [])
-        banned = [*eos, *params.stop_token_ids]
+        bad = [t for t in params.stop_token_ids if t >= model.config.vocab_size]
+        if bad:
+            raise ValueError(
+                f"stop_token_ids {bad} are out of range; the vocabulary has {model.config.vocab_size} entries"
+            )
+        banned = [*(() if params.ignore_eos else eos_token_ids(model)), *params.stop_token_ids]
         rows.banned = [
             banned if prompt - 1 <= position < prompt - 1 + params.min_tokens else []
             for prompt, length in zip(prompt_lens, lengths, strict=True)

@@ -17,6 +17,7 @@ from .simd import bits_float, float_bits
 
 _GROUP = 256  # entries per partial sum; a sum is 32 interleaved chains per group, then groups ascending, all in fp64
 _LOWEST_KEY = -(2**31)
+_LARGEST = float32(3.4028235e38)
 
 
 @inline
@@ -44,6 +45,14 @@ def _maximum(z):
     for lane in range(1, 32):
         most = max(most, lanes[lane])
     return most
+
+
+@inline
+def _all_finite(x):
+    bad = 0
+    for j in range(x.size):
+        bad += int64(not abs(x[j]) <= _LARGEST)  # also a NaN
+    return bad == 0
 
 
 @inline
@@ -198,7 +207,7 @@ def _distribution(
         fields[i, 0] = float64(z[token]) - log_sum_exp if kept else -np.inf
         fields[i, 1] = log_total - mean / total
         fields[i, 2] = log_sum_exp
-        if not math.isfinite(total):
+        if not (_all_finite(logits[i]) and math.isfinite(total)):
             fields[i, :] = np.nan
         thresholds[i] = threshold
 
