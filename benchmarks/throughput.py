@@ -56,7 +56,8 @@ def measure(model: str, workload: str, dtype: str, peers: list[str], rounds: int
                     done = subprocess.run(command, capture_output=True, text=True)
                     if done.returncode:
                         sys.exit(f"{engine} failed:\n{done.stderr[-2000:]}")
-                    runs.setdefault(engine, []).append(json.loads(done.stdout.strip().splitlines()[-1]))
+                    lines_of_json = [line for line in done.stdout.splitlines() if line.startswith("{")]  # among logs
+                    runs.setdefault(engine, []).append(json.loads(lines_of_json[-1]))
                     bar.update()
     engines = {
         engine: {**each[-1], "output_tok_s": [round(r["output_tok_s"][0], 1) for r in each]}
