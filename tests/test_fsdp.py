@@ -99,7 +99,7 @@ def test_gradients_are_close_to_plain_hf_in_fp64(checkpoint):
         for name, parameter in ours.named_parameters():
             exact = expected[name].grad
             error = (parameter.grad - exact).norm() / exact.norm().clamp_min(floor)
-            assert error < 1e-4, f"{family} {name}: {error}"
+            assert error < 5e-4, f"{family} {name}: {error}"
 
 
 def test_activation_checkpointing_changes_no_gradient_bit(checkpoint):
