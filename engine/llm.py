@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+import math
 import os
 import secrets
 import signal
@@ -16,15 +18,17 @@ from transformers import AutoTokenizer
 
 from ..kernels import ops
 from ..kernels.contract import Contract
-from ..model.checkpoint import resolve
+from ..model.checkpoint import CheckpointError, resolve
 from ..model.exact import contract_of, eos_token_ids, exact_model
 from ..scheduler import BlockManager, Scheduler
 from .config import EngineConfig
-from .model_runner import ModelRunner
+from .model_runner import Draw, ModelRunner
 from .outputs import RequestOutput
-from .request import Request, Sample
+from .request import Request, Sample, SampledToken
 from .sampling_params import SamplingParams
 from .weights import Source, WeightLoader
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | dict[str, Any]
 
@@ -83,8 +87,7 @@ class LLM:
         self._next_request_id = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
-        self._tokenizer: Any = None
-        self._tokenizer_tried = self.config.skip_tokenizer_init
+        self.tokenizer = None if self.config.skip_tokenizer_init else self._load_tokenizer()
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -97,8 +100,9 @@ class LLM:
         """Runs the prompts to their end; outputs in their order.
 
         prompts: one or several of: a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}.
-        sampling_params: one for all, or one per prompt. All are checked before the first starts. When the call ends
-        early (Ctrl-C, an error), its own requests are aborted, others stay, and the engine stays usable.
+        sampling_params: one for all, or one per prompt. All are checked before the first starts. A request that fails
+        on its way has samples with finish_reason "error" and the reason in `stop_reason`; the others go on. When the
+        call ends early (Ctrl-C), its own requests are aborted, others stay, and the engine stays usable.
         """
         if hasattr(prompts, "tolist"):  # a tensor or array: one prompt, or a row each
             prompts = prompts.tolist()
@@ -154,28 +158,34 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Computes one batch. Returns a snapshot of every request that got a token or ended: streaming."""
         self._step()
-        progressed, self._undelivered = self._undelivered, {}
-        return [r.output(self.tokenizer) for r in progressed.values()]
+        outputs = [r.output(self.tokenizer) for r in self._undelivered.values()]
+        self._undelivered.clear()
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Has `step` anything left to compute or to report?"""
         return bool(self._requests or self._undelivered)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; its samples so far get finish_reason "abort". False if it isn't there (any more)."""
-        request = self._requests.pop(request_id, None)
-        self._undelivered.pop(request_id, None)
-        if request is None:
-            return False
+        """Ends a request; its samples so far get finish_reason "abort", and `step` reports it once more. False if it
+        isn't running (any more)."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+        return request is not None
+
+    def _end(self, request: Request, reason: str, detail: str | None = None) -> None:
+        """Ends all samples of a request that are still unfinished."""
         leader = request.samples[0]
         unstarted = {s.seq_id for s in leader.siblings}
         leader.siblings = []
         for sample in request.samples:
             if sample.finish_reason is None:
-                sample.finish_reason = "abort"
+                sample.finish_reason, sample.stop_reason = reason, detail
                 if sample.seq_id not in unstarted:
                     self.scheduler.finish(sample)
-        return True
+        del self._requests[request.request_id]
+        self._undelivered[request.request_id] = request
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -185,34 +195,40 @@ class LLM:
                 return
             self._runner.copy_blocks(self.scheduler.block_copies)
             self.scheduler.block_copies.clear()
-            tokens, scores = self._runner.run(batch)
-            sampling = [s for s in batch.sequences if s.samples_now]
+            results = self._runner.run(batch)
             self.scheduler.advance(batch)
-            for seq_id, values in scores.items():
-                leader = next(s for s in batch.sequences if s.seq_id == seq_id)
-                leader.request.prompt_logprobs += values  # type: ignore[attr-defined]
-            samples = [s for seq in sampling for s in (seq, *self.scheduler.fork(seq)) if isinstance(s, Sample)]
-            for sample in samples:
-                sample.append(tokens[sample.seq_id], self.weight_version)
-            self._generation_tokens += len(samples)
+            for seq in batch.sequences:
+                if seq.num_cached_tokens == seq.num_tokens:  # its next token is in the results
+                    self.scheduler.fork(seq)
+            for draw, token in results:
+                self._receive(draw, token)
             self._step_seconds += time.perf_counter() - start
-            self._finish_stopped(samples)
 
-    def _finish_stopped(self, samples: list[Sample]) -> None:
-        errors = []
-        for sample in samples:
-            request = sample.request
+    def _receive(self, draw: Draw, token: SampledToken) -> None:
+        """One result of a step. What is wrong with a request ends that request alone."""
+        sample, request = draw.sample, draw.sample.request
+        if sample.finish_reason is not None:  # its request failed on an earlier result of this step
+            return
+        problem = "non-finite logits; check the weights" if math.isnan(token.logprob) else None
+        if problem is None and draw.target >= 0:
+            request.prompt_logprobs.append(token.logprob)
+            return
+        if problem is None:
+            sample.append(token, self.weight_version)
+            self._generation_tokens += 1
             try:
-                request.check_stop(sample, self._tokenizer)
-            except Exception as error:  # one request's failure (its tokenizer, say) must not cost the others a token
-                errors.append(error)
-            if sample.finish_reason is not None:
-                self.scheduler.finish(sample)
-            self._undelivered[request.request_id] = request
+                request.check_stop(sample, self.tokenizer)
+            except Exception as error:  # e.g. the tokenizer's
+                problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            logger.warning("request %s ends with an error: %s", request.request_id, problem)
+            self._end(request, "error", problem)
+            return
+        self._undelivered[request.request_id] = request
+        if sample.finish_reason is not None:
+            self.scheduler.finish(sample)
             if request.finished:
-                self._requests.pop(request.request_id, None)
-        if errors:
-            raise errors[0]
+                del self._requests[request.request_id]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -231,18 +247,23 @@ class LLM:
         room = self.max_model_len - len(ids)
         if room < 1:
             raise ValueError(f"prompt of {len(ids)} tokens leaves no room in max_model_len {self.max_model_len}")
+        eos = () if params.ignore_eos else self.eos_token_ids
         bad = [t for t in params.stop_token_ids if t >= vocab]
         if bad:
             raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {vocab} entries")
         if params.stop:
             self._need_tokenizer("stop strings")
+        if params.min_tokens and len({*eos, *params.stop_token_ids}) == vocab:
+            raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
         if request_id is None:
             request_id = self._new_request_id()
         elif request_id in self._requests or request_id in self._undelivered:
             raise ValueError(f"request_id {request_id!r} is in use")
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
-        request = Request(request_id, text, ids, params, seed, () if params.ignore_eos else self.eos_token_ids)
+        request = Request(request_id, text, ids, params, seed, eos)
         max_tokens = min(params.max_tokens or room, room)
+        if params.min_tokens > max_tokens:
+            raise ValueError(f"min_tokens {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
         cache = self.config.enable_prefix_caching and not params.prompt_logprobs
         for index in range(params.n):
             request.samples.append(Sample(self._next_seq_id, request, index, max_tokens, cache))
@@ -264,11 +285,9 @@ class LLM:
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
-            if set(prompt) == {"prompt_token_ids"}:
-                return None, list(prompt["prompt_token_ids"])
-            if set(prompt) != {"prompt"}:
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
                 raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            prompt = prompt["prompt"]
+            (prompt,) = prompt.values()
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("string prompts").encode(prompt)
         if hasattr(prompt, "tolist"):
@@ -282,18 +301,20 @@ class LLM:
     def update_weights(self, source: Source, version: int | None = None) -> int:
         """Replaces all weights, all or nothing, and returns the new version (by default the old one + 1).
 
-        source: a module (also under FSDP2; every rank must then iterate its state dict), (name, tensor) pairs, or a
-        checkpoint directory. Tensors of the engine's dtype, or float32 to be rounded to it. Running requests go on:
+        source: a module from `exact_model` (also under FSDP2; every rank must then iterate its state dict) of the same
+        numerics contract, (name, tensor) pairs of any origin, or a checkpoint directory. Tensors are converted to the
+        engine's dtype. Running requests go on:
         their KV is recomputed under the new weights, so each token stays exact for the version that sampled it.
-        Raises WeightUpdateError and serves the old weights on when anything is wrong with the source.
+        Raises WeightUpdateError or NumericsError and serves the old weights on when anything is wrong with the source.
         """
         if version is None:
             version = self.weight_version + 1
         valid = isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63
         if not valid:
             raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
+        staged = self._weights.stage(source, self.contract)
         with _deferred_interrupt():
-            self._weights.update(source)
+            self._weights.switch(staged)
             self.weight_version = version
             self.scheduler.preempt_all(self._salt())
             for request in self._requests.values():
@@ -323,15 +344,18 @@ class LLM:
             **counters,
         )
 
-    @property
-    def tokenizer(self):
+    def _load_tokenizer(self) -> Any:
         """The model's tokenizer, or None where it has none: token ids still work."""
-        if not self._tokenizer_tried:
-            self._tokenizer_tried = True
-            files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-            if any((self.path / f).is_file() for f in files):
-                self._tokenizer = AutoTokenizer.from_pretrained(self.path)
-        return self._tokenizer
+        files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        if not any((self.path / f).is_file() for f in files):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except Exception as error:  # the libraries below raise many kinds
+            raise CheckpointError(
+                f"the tokenizer in {self.path} does not load ({type(error).__name__}: {error}); "
+                "mend it, or use token ids with skip_tokenizer_init=True"
+            ) from error
 
     def _need_tokenizer(self, what: str):
         if self.tokenizer is None:
@@ -354,18 +378,15 @@ class LLM:
 @contextmanager
 def _deferred_interrupt() -> Iterator[None]:
     """Holds Ctrl-C back until the block has ended, so that it can't leave half a step behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else's handler, or we are nested
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    pending: list[int] = []
-    signal.signal(signal.SIGINT, lambda *_: pending.append(1))
+    pending: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *args: pending.append(args))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pending:
-        raise KeyboardInterrupt
+        if pending:
+            before(*pending[0])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from ..model import attention
 from ..model.exact import ExactLinear, LMHead
 from ..scheduler import Batch
 from .request import Sample, SampledToken
@@ -29,8 +28,8 @@ class PackedEmbedding(nn.Embedding):
 
 
 @dataclass
-class _Draw:
-    """One token to sample, or (target >= 0) to score, from one row of logits."""
+class Draw:
+    """One token to sample, or (target >= 0) to score, from row `row` of the batch's logits."""
 
     sample: Sample
     row: int
@@ -42,12 +41,14 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, num_blocks: int):
         self.model = model
-        model.set_attn_implementation(attention.NAME)
-        self.head: LMHead = model.get_output_embeddings()
-        self.kernels = ops.backend(self.head.weight.device)
+        self.kernels = ops.backend(model.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
         self.kv_caches = self.new_kv_caches(model, num_blocks)
         self.pack_weights()
+
+    @property
+    def head(self) -> LMHead:
+        return self.model.get_output_embeddings()
 
     @staticmethod
     def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
@@ -98,9 +99,9 @@ class ModelRunner:
         slots = pages * np.int32(size) + positions % size
         return ops.PagedLayout(lengths, positions, slots, tables, starts, self.kernels.work_items(lengths, self.group))
 
-    def _draws(self, batch: Batch) -> tuple[list[_Draw], list[int]]:
+    def _draws(self, batch: Batch) -> tuple[list[Draw], list[int]]:
         """What to sample and score, and the rows of the hidden states that the draws' `row` counts."""
-        draws: list[_Draw] = []
+        draws: list[Draw] = []
         rows: list[int] = []
         first = 0
         for seq in batch.sequences:
@@ -109,20 +110,17 @@ class ModelRunner:
             if seq.request.params.prompt_logprobs and seq.sample_index == 0:
                 done = 1 + len(seq.request.prompt_logprobs)  # recompute after preemption scores nothing twice
                 for position in range(max(start, done - 1), min(start + count, seq.num_prompt_tokens - 1)):
-                    draws.append(_Draw(seq, len(rows), seq.token_ids[position + 1]))
+                    draws.append(Draw(seq, len(rows), seq.token_ids[position + 1]))
                     rows.append(first + position - start)
             if seq.samples_now:
-                draws += [_Draw(s, len(rows)) for s in (seq, *seq.siblings)]  # type: ignore[arg-type]
+                draws += [Draw(s, len(rows)) for s in (seq, *seq.siblings)]  # type: ignore[arg-type]
                 rows.append(first + count - 1)
             first += count
         return draws, rows
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[dict[int, SampledToken], dict[int, list[float]]]:
-        """Computes the batch's KV. Returns the next token by seq_id, and newly scored prompt tokens by seq_id.
-
-        Raises FloatingPointError, naming the requests, where logits aren't finite.
-        """
+    def run(self, batch: Batch) -> list[tuple[Draw, SampledToken]]:
+        """Computes the batch's KV; samples the tokens that are due and scores the prompt tokens that were asked for."""
         layout = self._layout(batch)
         ids = torch.tensor([t for s in batch.sequences for t in s.scheduled_token_ids])
         positions = torch.from_numpy(layout.positions).long()
@@ -130,23 +128,16 @@ class ModelRunner:
             input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, kv_caches=self.kv_caches
         ).last_hidden_state[0]
         draws, rows = self._draws(batch)
-        tokens: dict[int, SampledToken] = {}
-        scores: dict[int, list[float]] = {}
-        start = 0
-        for low in range(0, len(rows), LOGIT_ROWS):
-            logits = self.head(hidden[rows[low : low + LOGIT_ROWS]])
-            stop = start
-            while stop < len(draws) and draws[stop].row < low + LOGIT_ROWS:
-                stop += 1
-            for draw, token in zip(draws[start:stop], self._sample(logits, draws[start:stop], low), strict=True):
-                if draw.target < 0:
-                    tokens[draw.sample.seq_id] = token
-                else:
-                    scores.setdefault(draw.sample.seq_id, []).append(token.logprob)
-            start = stop
-        return tokens, scores
+        results: list[tuple[Draw, SampledToken]] = []
+        for start in range(0, len(draws), LOGIT_ROWS):
+            part = draws[start : start + LOGIT_ROWS]
+            first, last = part[0].row, part[-1].row
+            logits = self.head(hidden[rows[first : last + 1]])
+            results += zip(part, self._sample(logits, part, first), strict=True)
+        return results
 
-    def _sample(self, logits: Tensor, draws: list[_Draw], first_row: int) -> list[SampledToken]:
+    def _sample(self, logits: Tensor, draws: list[Draw], first_row: int) -> list[SampledToken]:
+        """A token for each draw; its log-prob is NaN where the logits aren't finite."""
         index = [d.row - first_row for d in draws]
         if index != list(range(logits.shape[0])):
             logits = logits[index]
@@ -168,9 +159,6 @@ class ModelRunner:
             np.array([d.sample.sample_index for d in draws], np.int64),
             np.array([d.sample.num_tokens for d in draws], np.int64),
         )
-        if torch.isnan(fields).any():
-            bad = sorted({r.request_id for r, f in zip(requests, fields, strict=True) if f.isnan().any()})
-            raise FloatingPointError(f"non-finite logits in request {', '.join(bad)}; check the weights for NaN or inf")
         logprobs = fields[:, 0].float().tolist()
         result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
         self._add_raw(logits, settings, tokens, result)
@@ -192,7 +180,7 @@ class ModelRunner:
                 result[i].raw_logprob = value
 
 
-def _banned(draw: _Draw) -> list[int]:
+def _banned(draw: Draw) -> list[int]:
     request = draw.sample.request
     early = draw.target < 0 and draw.sample.num_completion_tokens < request.params.min_tokens
     return request.terminal_ids if early else []

@@ -16,8 +16,9 @@ class VersionSpan:
 class Completion:
     """One sample. `logprobs` are fp32 values, bit for bit those that the trainer computes.
 
-    token_ids include the terminal EOS or stop token. finish_reason: "stop", "length", "abort" or None (running);
-    stop_reason: the stop string or token id. top_logprobs: per token {token id: log-prob} of the most probable ones.
+    token_ids include the terminal EOS or stop token. finish_reason: "stop", "length", "abort", "error" or
+    None (running); stop_reason: the stop string or token id, or what the error was. top_logprobs: per token
+    {token id: log-prob} of the most probable ones.
     """
 
     index: int

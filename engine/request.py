@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..scheduler import Sequence
+from .detokenizer import TextStream
 from .outputs import Completion, RequestOutput, VersionSpan
 from .sampling_params import SamplingParams
 
@@ -27,7 +28,8 @@ class Sample(Sequence):
         self.versions: list[int] = []  # weight version of each sampled token
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.text: str | None = None
+        self.text: str | None = None  # once finished
+        self.stream: TextStream | None = None
 
     def append(self, token: SampledToken, version: int) -> None:
         self.token_ids.append(token.token_id)
@@ -71,21 +73,22 @@ class Request:
             sample.finish_reason = "stop"
         elif token in self.params.stop_token_ids:
             sample.finish_reason, sample.stop_reason = "stop", token
-        elif self.params.stop and count > self.params.min_tokens:
+        elif self.params.stop:
             self._check_stop_strings(sample, tokenizer)
         if sample.finish_reason is None and count >= sample.max_tokens:
             sample.finish_reason = "length"
 
     def _check_stop_strings(self, sample: Sample, tokenizer) -> None:
-        # A stop string that ends now lies within the last len(string) bytes, hence within as many tokens.
-        longest = max(len(s.encode()) for s in self.params.stop)
-        tail = tokenizer.decode(sample.completion_token_ids[-(longest + 1) :], skip_special_tokens=True)
-        if any(s in tail for s in self.params.stop):
-            text = tokenizer.decode(sample.completion_token_ids, skip_special_tokens=True)
-            cuts = [(text.find(s), s) for s in self.params.stop if s in text]
-            if cuts:
-                cut, string = min(cuts)
-                sample.finish_reason, sample.stop_reason, sample.text = "stop", string, text[:cut]
+        stream = _stream(sample, tokenizer)
+        before = len(stream.text)
+        stream.read(sample.completion_token_ids)
+        if sample.num_completion_tokens <= self.params.min_tokens:
+            return
+        ends = [(stream.text.find(s, max(0, before - len(s) + 1)), s) for s in self.params.stop]  # in the new text
+        found = [end for end in ends if end[0] >= 0]
+        if found:
+            cut, string = min(found)
+            sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
 
     def output(self, tokenizer) -> RequestOutput:
         """A snapshot."""
@@ -98,10 +101,16 @@ class Request:
             finished=self.finished,
         )
 
+    def _text(self, sample: Sample, tokenizer) -> str | None:
+        if sample.text is None and tokenizer is not None:
+            if sample.finish_reason is None:
+                stream = _stream(sample, tokenizer)
+                stream.read(sample.completion_token_ids)
+                return stream.shown(self.params.stop)
+            sample.text = tokenizer.decode(sample.completion_token_ids, skip_special_tokens=True)
+        return sample.text
+
     def _completion(self, sample: Sample, tokenizer) -> Completion:
-        text = sample.text
-        if text is None and tokenizer is not None:
-            text = tokenizer.decode(sample.completion_token_ids, skip_special_tokens=True)
         sampled, params = sample.sampled, self.params
         return Completion(
             index=sample.sample_index,
@@ -110,7 +119,13 @@ class Request:
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
             weight_versions=sample.spans(),
-            text=text,
+            text=self._text(sample, tokenizer),
             top_logprobs=None if params.logprobs is None else [s.top_logprobs or {} for s in sampled],
-            raw_logprobs=[s.raw_logprob or 0.0 for s in sampled] if params.raw_logprobs else None,
+            raw_logprobs=[s.raw_logprob for s in sampled] if params.raw_logprobs else None,  # type: ignore[misc]
         )
+
+
+def _stream(sample: Sample, tokenizer) -> TextStream:
+    if sample.stream is None:
+        sample.stream = TextStream(tokenizer)
+    return sample.stream

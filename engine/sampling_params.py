@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 MAX_N = 4096
 MAX_LOGPROBS = 1000
@@ -24,7 +25,7 @@ def _number(name: str, value, low: float, high: float, open_low: bool = False) -
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is sampled; names and meanings are vLLM's.
+    """How one prompt is sampled; the names are vLLM's.
 
     The distribution is softmax(logits / temperature), masked by top_k, top_p and min_p in this order, renormalised;
     log-probs are of exactly this distribution. temperature=0 is greedy: filters are off and log-probs are those of
@@ -44,8 +45,8 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: str | list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
@@ -70,11 +71,11 @@ class SamplingParams:
         for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", stop)
-        ids = list(self.stop_token_ids or [])
+        ids = tuple(self.stop_token_ids or ())
         for token in ids:
             _integer("stop_token_ids", token, 0)
         object.__setattr__(self, "stop_token_ids", ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..kernels import ops
-from ..kernels.contract import NumericsError
+from ..kernels.contract import Contract, NumericsError
 from ..model.checkpoint import manifest
-from ..model.exact import LMHead
+from ..model.exact import LMHead, contract_of
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
+Staged = dict[str, Tensor | ops.PackedWeight]
 
 
 class WeightUpdateError(ValueError):
@@ -38,16 +40,17 @@ class WeightLoader:
         for name, p in parameters.items():
             owner, _, leaf = name.rpartition(".")
             self.slots.setdefault(first[id(p)], []).append((modules[owner], leaf))
-        self.route = next(m.route for m in model.modules() if isinstance(m, LMHead))
 
-    def update(self, source: Source) -> None:
-        """Loads every tensor of `source`: a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a
-        checkpoint directory. Raises WeightUpdateError and changes nothing when a tensor is missing, unknown, given
-        twice, of another shape or dtype, or not finite.
+    def stage(self, source: Source, contract: Contract | None) -> Staged:
+        """Loads and checks every tensor of `source`: a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs,
+        or a checkpoint directory. Changes nothing yet: that is `switch`.
+
+        Raises WeightUpdateError when a tensor is missing, unknown, given twice, of another shape, of an unsupported
+        dtype, or not finite; NumericsError when a module's contract isn't `contract` (None: any module will do).
         """
-        staged: dict[str, Tensor | ops.PackedWeight] = {}
+        staged: Staged = {}
         given: dict[str, Tensor | None] = {}
-        for name, tensor in self._tensors(source):
+        for name, tensor in self._tensors(source, contract):
             if name in given:
                 raise WeightUpdateError(f"tensor {name!r} was given twice")
             tensor = self._checked(name, tensor)
@@ -57,9 +60,14 @@ class WeightLoader:
                 raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
             given[name] = tensor if first in self.tied.values() else None
             if twin is None:
-                pack = any(getattr(module, "packed", None) is not None for module, _ in self.slots[first])
+                slots = self.slots[first]
+                pack = any(leaf == "weight" and getattr(module, "packed", None) is not None for module, leaf in slots)
                 staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
         self._check_complete(set(given))
+        return staged
+
+    def switch(self, staged: Staged) -> None:
+        """Puts staged tensors in the place of the old ones. Nothing can fail here."""
         for name, new in staged.items():
             for module, leaf in self.slots[name]:
                 if isinstance(new, ops.PackedWeight):
@@ -67,17 +75,16 @@ class WeightLoader:
                 else:
                     getattr(module, leaf).data = new
 
-    def _tensors(self, source: Source) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, source: Source, contract: Contract | None) -> Iterator[tuple[str, Tensor]]:
         if isinstance(source, nn.Module):
+            if contract is not None:
+                _check_contract(source, contract)
             return self._from_module(source)
         if isinstance(source, str | os.PathLike):
             return self._from_directory(pathlib.Path(source))
         return iter(source)
 
     def _from_module(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        heads = [m for m in module.modules() if isinstance(m, LMHead)]
-        if heads and heads[0].route != self.route:
-            raise NumericsError(f"linear_route differs: {self.route!r} here, {heads[0].route!r} in the trainer")
         state = module.state_dict()
         self._check_manifest({name: tuple(t.shape) for name, t in state.items()})
         for name, tensor in state.items():
@@ -114,10 +121,21 @@ class WeightLoader:
         if not isinstance(tensor, Tensor):
             raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
         self._check_shape(name, tuple(tensor.shape))
-        if tensor.dtype not in (self.dtype, torch.float32):
-            raise WeightUpdateError(
-                f"tensor {name!r} is {tensor.dtype}, expected {self.dtype} (or torch.float32 to be rounded to it)"
-            )
+        if tensor.dtype not in (supported := ops.DTYPES[tensor.device.type]):
+            raise WeightUpdateError(f"tensor {name!r} is {tensor.dtype}, expected one of {supported}")
         if not torch.isfinite(tensor).all():
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
         return tensor.detach().to(self.dtype)
+
+
+def _check_contract(module: nn.Module, contract: Contract) -> None:
+    """The trainer's numerics must be the engine's; fp32 master weights may feed an engine of a lower dtype."""
+    if not any(isinstance(m, LMHead) for m in module.modules()):
+        raise NumericsError(
+            f"{type(module).__name__} is not from samebits.trainer.exact_model, so its log-probs would differ from the "
+            "rollouts'. To take its weights all the same, give module.state_dict().items()"
+        )
+    theirs = contract_of(module)  # type: ignore[arg-type]
+    if theirs.dtype == "float32":
+        theirs = replace(theirs, dtype=contract.dtype)
+    contract.check(theirs)

@@ -78,6 +78,7 @@ class Scheduler:
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
                 preempted = True
+                self.stats.preemptions += 1
                 self._preempt(self.running[-1])
                 if seq.status is not SequenceStatus.RUNNING:
                     break
@@ -96,21 +97,18 @@ class Scheduler:
             self.stats.prefix_hit_tokens += hit
             budget -= self._take(batch, seq, tokens)
         assert batch.sequences or not self.has_work, "nothing scheduled though there is work"
-        self.stats.steps += bool(batch.sequences)
         return batch
 
     def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
+        assert tokens > 0, f"{seq} has nothing to compute"
         seq.num_scheduled_tokens = tokens
         batch.sequences.append(seq)
-        prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
-        self.stats.prompt_tokens_computed += min(tokens, prompt_left)
         return tokens
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop(seq)
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=_arrival)
-        self.stats.preemptions += 1
 
     def _stop(self, seq: Sequence) -> None:
         queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
@@ -120,7 +118,10 @@ class Scheduler:
 
     def advance(self, batch: Batch) -> None:
         """The step's KV exists: moves the counters and publishes full blocks."""
+        self.stats.steps += 1
         for seq in batch.sequences:
+            prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
+            self.stats.prompt_tokens_computed += min(seq.num_scheduled_tokens, prompt_left)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             self.blocks.publish(seq)

@@ -1,5 +1,6 @@
 """The promise: no schedule changes a bit. Random schedules against the oracle, with a negative control."""
 
+import dataclasses
 import random
 
 import pytest
@@ -36,6 +37,9 @@ def random_requests(rng: random.Random, vocab: int, count: int, longest: int):
             min_tokens=rng.choice((0, 0, 1)),
             seed=rng.randrange(2**64),
             stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice((0, 3)))],
+            logprobs=rng.choice((None, None, 2)),
+            prompt_logprobs=rng.random() < 0.2,
+            raw_logprobs=rng.random() < 0.2,
             **rng.choice(FILTERS),
         )
         requests.append((prompt, params))
@@ -49,7 +53,11 @@ def tight_pool(model, requests, blocks: int) -> int:
 
 
 def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
-    """Submits requests at random steps of a random engine; returns results in order, and the engine."""
+    """Submits requests at random steps of a random engine; returns results in order, and the engine.
+
+    Among them, requests that are aborted later, and updates with the weights that the engine already has.
+    """
+    threads = torch.get_num_threads()
     llm = LLM(
         path,
         dtype=dtype,
@@ -59,16 +67,22 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
         enable_prefix_caching=rng.random() < 0.8,
         **settings,
     )
-    results, ids, queue = {}, [], list(requests)
+    results, ids, queue, doomed = {}, [], list(requests), None
     while queue or llm.has_unfinished_requests():
         while queue and (rng.random() < 0.5 or not llm.has_unfinished_requests()):
             ids.append(llm.add_request(*queue.pop(0)))
+        if queue and rng.random() < 0.2:
+            doomed = llm.add_request(requests[0][0], SamplingParams(n=2))
+        if doomed and rng.random() < 0.3:
+            llm.abort(doomed)
+        if rng.random() < 0.03:
+            llm.update_weights(model)
         torch.set_num_threads(rng.choice((1, 2)))
         for out in llm.step():
             if out.finished:
                 results[out.request_id] = out
         llm.scheduler.check()
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     assert llm.stats().kv_blocks_used == 0
     return [results[i] for i in ids], llm
 
@@ -86,6 +100,13 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
         for (prompt, params), out in zip(requests, results, strict=True):
             expected = oracle(model, prompt, params, eos=(2,))
             assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
+            if params.prompt_logprobs and len(prompt) > 1:
+                plain = dataclasses.replace(params, min_tokens=0)
+                assert out.prompt_logprobs == token_logprobs(model, [prompt], plain)[0].tolist()
+            if params.raw_logprobs:
+                for c in out.completions:
+                    raw = token_logprobs(model, [prompt + c.token_ids])[0][len(prompt) :]
+                    assert c.raw_logprobs == raw.tolist()
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
     assert preemptions and hits, "the schedules exercised nothing"

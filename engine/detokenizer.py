@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TextStream:
+    """Text of a growing list of token ids; never half a character, never taken back.
+
+    Some decoders treat a text's first token specially, so new tokens are decoded behind a few known ones and the known
+    ones' text is cut off.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.text = ""
+        self._known = 0  # tokens [_known, _read) are decoded again, as the context of the next ones
+        self._read = 0
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """token_ids: all of them, those read before included."""
+        if self._read == len(token_ids):
+            return
+        context = self._decode(token_ids[self._known : self._read])
+        text = self._decode(token_ids[self._known :])
+        if len(text) > len(context) and not text.endswith("\ufffd"):  # U+FFFD: the bytes of a character, incomplete
+            self.text += text[len(context) :]
+            self._known, self._read = self._read, len(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+    def shown(self, stop: Sequence[str]) -> str:
+        """The text without an end that may become a stop string."""
+        longest = max((len(s) for s in stop), default=0)
+        for size in range(min(longest - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-size:]) for s in stop):
+                return self.text[:-size]
+        return self.text
