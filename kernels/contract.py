@@ -44,11 +44,11 @@ class Contract:
         import transformers
 
         kernels = ops.backend(device)
-        mkl = f"oneMKL strict, MKL_CBWR={os.environ.get('MKL_CBWR')}, {platform.processor() or platform.machine()}"
+        mkl = f"oneMKL strict, MKL_CBWR={os.environ.get('MKL_CBWR')}, torch {torch.__version__}, {_cpu_name()}"
         return cls(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
-            linear="bias, then fp32 fma over ascending K" if linear_route == "fma" else mkl,
+            linear={"fma": "bias, then fp32 fma over ascending K", "mkl": mkl}.get(linear_route, linear_route),
             attention=f"online softmax over key blocks of {kernels.BLOCK}, ascending; pairwise sums; fp32 weights",
             norm="16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
             activation="x / (1 + exp(-x)); exp: Taylor 7",
@@ -74,6 +74,12 @@ class Contract:
             mine, theirs = asdict(self), asdict(other)
             lines = [f"  {k}: {mine[k]!r} here, {theirs[k]!r} there" for k in mine if mine[k] != theirs[k]]
             raise NumericsError("numerics contracts differ:\n" + "\n".join(lines))
+
+
+def _cpu_name() -> str:
+    import llvmlite.binding
+
+    return llvmlite.binding.get_host_cpu_name()
 
 
 _MKL_ADVICE = (
@@ -102,6 +108,8 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """
+    if not float(torch.tensor(1e-40, dtype=torch.float32) * 0.5):
+        raise NumericsError("denormal numbers are flushed to 0 (torch.set_flush_denormal); bits depend on it, unset it")
     if route == "mkl" and "STRICT" not in os.environ.get("MKL_CBWR", ""):
         raise NumericsError(f"linear_route='mkl' without oneMKL's strict mode. {_MKL_ADVICE}")
     generator = torch.Generator().manual_seed(0)
@@ -118,6 +126,6 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
         if not _row_stable(lambda rows, w=weight: ops.linear(rows, w, None, route), x):
             advice = _MKL_ADVICE if route == "mkl" else "Please report this CPU; there is no setting that mends it."
             raise NumericsError(
-                f"linear [{features}, {depth}] on this CPU ({platform.processor() or platform.machine()}) gives a row "
+                f"linear [{features}, {depth}] on this CPU ({_cpu_name()}) gives a row "
                 f"different bits in different batches (linear_route={route!r}). {advice}"
             )

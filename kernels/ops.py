@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16)}
-LINEAR_ROUTES = ("fma", "mkl", "torch")
+EXACT_ROUTES = ("fma", "mkl")  # and "torch", whose bits depend on the batch
 
 
 def _apply(function: type[torch.autograd.Function], *args):
@@ -81,6 +82,7 @@ class _Linear(torch.autograd.Function):
         return _product(x, weight, bias, route).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
@@ -119,6 +121,7 @@ class _RMSNorm(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight, rstd = ctx.saved_tensors
         grad, normed = grad.float(), x.float() * rstd[:, None]
@@ -148,6 +151,7 @@ class _GatedActivation(torch.autograd.Function):
         return backend(gate.device).gated_activation(*wide, name).to(gate.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         gate, up = (t.detach().float().requires_grad_() for t in ctx.saved_tensors)
         with torch.enable_grad():
@@ -173,10 +177,11 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[
 
 @dataclass
 class PagedLayout:
-    """Where the tokens of one packed batch live. Decides speed only, never a bit.
+    """Which sequence and position each token of a packed batch has, and where its KV lives.
 
-    lengths: query tokens of each sequence; positions int32 [T]; slots int32 [T] (page * BLOCK + offset, where each
-    token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the backend.
+    lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slots int32 [T] (page * BLOCK +
+    offset, where each token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the
+    backend. pages: how many a cache for this batch alone needs; None where the cache is somebody else's.
     """
 
     lengths: list[int]
@@ -185,7 +190,7 @@ class PagedLayout:
     tables: np.ndarray
     table_starts: np.ndarray
     items: np.ndarray
-    pages: int = 0
+    pages: int | None = None
 
     @classmethod
     def packed(cls, lengths: list[int], group: int, device: torch.device) -> PagedLayout:
@@ -213,6 +218,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, window):
         kernels = backend(q.device)
+        assert layout.pages is not None, "this layout is of a batch in an engine's cache"
         cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype)
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -220,6 +226,7 @@ class _Attention(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
         q, k, v, out, lse = (t.float() for t in saved)
@@ -314,17 +321,15 @@ def distribution(logits: Tensor, params: RowParams, tokens: np.ndarray, seeds=No
     seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
-    p = params
-    return backend(logits.device).distribution(
-        logits, p.temperature, p.top_k, p.top_p, p.min_p, p.banned, tokens, seeds, samples, positions
-    )
+    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+    return backend(logits.device).distribution(logits, *settings, tokens, seeds, samples, positions)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, params, chunk, route):
         fields, thresholds = [], []
-        for start in range(0, hidden.shape[0], chunk):
+        for start in range(0, hidden.shape[0], chunk) or (0,):
             rows = slice(start, start + chunk)
             logits = _product(hidden[rows], weight, bias, route)
             part, edge = distribution(logits, params[rows], targets[rows].numpy().copy())
@@ -336,19 +341,21 @@ class _TokenLogprobs(torch.autograd.Function):
         return result[:, 0].float(), result[:, 1].float()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy):
         hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
         kernels = backend(hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros(weight.shape)
-        grad_bias = None if bias is None else torch.zeros(bias.shape)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             params = ctx.params[rows]
             temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
             z = _product(hidden[rows], weight, bias, ctx.route) / temperature
             for row, ids in enumerate(params.banned):
-                z[row, ids] = -math.inf
+                if ids:
+                    z[row, ids] = -math.inf
             logp = z - fields[rows, 2, None].float()
             kept = (z >= edges[rows, None]) & (logp > -math.inf)
             p = torch.where(kept, logp.exp(), 0.0)

@@ -27,8 +27,8 @@ class UnsupportedModelError(NotImplementedError):
 class ExactLinear(nn.Linear):
     """nn.Linear on `ops.linear`. `packed` replaces `weight` in an engine."""
 
-    route: str
-    packed: ops.PackedWeight | None
+    route: str = "fma"
+    packed: ops.PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.packed or self.weight, self.bias, self.route)
@@ -46,7 +46,7 @@ class LogprobRequest:
 class LMHead(ExactLinear):
     """lm_head: fp32 logits, or, while `request` is set, [1, R, 2] log-probs and entropies without the logits."""
 
-    request: LogprobRequest | None
+    request: LogprobRequest | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.request is None:
@@ -110,6 +110,8 @@ def check_config(config) -> None:
     activations = ops.backend(torch.device("cpu")).ACTIVATIONS
     if config.hidden_act not in activations:
         raise UnsupportedModelError(f"activation {config.hidden_act!r}; supported: {', '.join(activations)}")
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError("is_causal=False: only causal attention is covered")
     if getattr(config, "attention_dropout", 0.0):
         raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
 
@@ -117,12 +119,12 @@ def check_config(config) -> None:
 def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "fma") -> PreTrainedModel:
     """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
 
-    exact=False keeps HF's and torch's own ops, but for the fused log-probs in lm_head: a control, whose bits depend on
-    the batch. Raises UnsupportedModelError, naming the module, before anything is changed.
+    exact=False keeps torch's own linears, norms and activations: a control, whose bits depend on the batch. Raises
+    UnsupportedModelError, naming the module, before anything is changed.
     """
     check_config(model.config)
-    if linear_route not in ops.LINEAR_ROUTES[:2]:
-        raise ValueError(f"linear_route {linear_route!r}; choose one of {', '.join(ops.LINEAR_ROUTES[:2])}")
+    if linear_route not in ops.EXACT_ROUTES:
+        raise ValueError(f"linear_route {linear_route!r}; choose one of {', '.join(ops.EXACT_ROUTES)}")
     head = model.get_output_embeddings()
     stem = type(model).__name__.removesuffix("ForCausalLM")
     structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
@@ -144,20 +146,19 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         if new is None or not (exact or module is head):
             continue
         if isinstance(module, nn.Linear):
-            module.packed, module.request = None, None  # type: ignore[assignment]
             module.route = linear_route if exact else "torch"  # type: ignore[assignment]
         if new is ExactMLP:
             module.activation = model.config.hidden_act
         module.__class__ = new
-    if exact:
-        model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False
-    model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    base: Any = model.base_model
+    base.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return model
 
 
 def _refuse_padding(model, args, kwargs):
-    mask = kwargs.get("attention_mask")
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if mask is not None and not bool(mask.all()):
         raise ValueError("an exact model takes no padding mask; use samebits.trainer.token_logprobs, which packs")
 

@@ -40,7 +40,7 @@ def test_verify_passes_and_finds_a_planted_fault(checkpoint):
     good = samebits("verify", path)
     assert good.returncode == 0, good.stderr
     assert "max |rollout - trainer| = 0" in good.stdout
-    for module in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_norm"):
+    for module in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_norm", "lm_head"):
         bad = samebits("verify", path, "--plant-fault", module)
         assert bad.returncode == 1
         assert f"first difference: {module}" in bad.stdout
@@ -70,8 +70,18 @@ def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from samebits.server.cli import app; assert 'torch' not in sys.modules"
-    assert run("-c", code).returncode == 0
+    code = """
+import sys
+from samebits.server.cli import main
+sys.argv = ["samebits", "generate", "--help"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "--max-tokens" in done.stdout
 
 
 def test_readme_example_is_the_quickstart_and_runs(smollm2):

@@ -25,7 +25,7 @@ def token_logprobs(
 
     model: from `exact_model`, also under FSDP2, activation checkpointing or both.
     sequences: a list of token-id sequences of any lengths, run packed without padding -> a list of fp32 [len]; or
-    int64 [B, T] with `attention_mask` [B, T] (1 = token; left or right padding) -> fp32 [B, T], 0 at padding.
+    int64 [B, T] with `attention_mask` [B, T] (1 = token; padding left, right or both) -> fp32 [B, T], 0 at padding.
     The first token of a sequence has no context: 0. The distribution is that of `sampling_params` (temperature,
     top_k, top_p, min_p; all of one kind per call); a token outside it has -inf and no gradient. With min_tokens,
     give `prompt_lens`: tokens of each prompt. return_entropy: also the entropies (nats) of the distributions, alike.
@@ -48,19 +48,15 @@ def token_logprobs(
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[ends] = False
     index = predicts.nonzero().flatten()
-    logprobs, entropies = ids.new_zeros(len(ids), dtype=torch.float32), None
-    if len(index):
-        pair = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens), chunk)
-        logprobs, entropies = (torch.zeros(len(ids)).scatter(0, index + 1, values) for values in pair)
-    shaped = _shaped(logprobs, sequences, attention_mask, lengths)
-    if not return_entropy:
-        return shaped
-    return shaped, _shaped(
-        torch.zeros(len(ids)) if entropies is None else entropies, sequences, attention_mask, lengths
-    )
+    # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
+    pair = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens), chunk)
+    spread = (values.new_zeros(len(ids)).scatter(0, index + 1, values) for values in pair)
+    logprobs, entropies = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
+    return (logprobs, entropies) if return_entropy else logprobs
 
 
 def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor]:
+    assert head.request is None, "another thread is scoring with this model"
     head.request = LogprobRequest(ids[index + 1], params, chunk)
     try:
         out = model(
@@ -79,7 +75,10 @@ def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
     if not isinstance(sequences, Tensor):
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a [B, T] tensor; a list of sequences has no padding")
-        return [torch.as_tensor(s, dtype=torch.long) for s in sequences]
+        rows = [torch.as_tensor(s) for s in sequences]
+        if any(len(r) and (r.is_floating_point() or r.is_complex() or r.dtype == torch.bool) for r in rows):
+            raise TypeError("token ids must be integers")
+        return [r.long() for r in rows]
     if sequences.dim() != 2:
         raise ValueError(f"expected [B, T] token ids, got shape {list(sequences.shape)}")
     if attention_mask is None:
@@ -87,8 +86,10 @@ def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
     if attention_mask.shape != sequences.shape:
         raise ValueError(f"attention_mask {list(attention_mask.shape)} differs from {list(sequences.shape)}")
     mask = attention_mask.bool()
-    if (mask.int().diff(dim=1).ne(0).sum(1) > 1).any():
-        raise ValueError("attention_mask has a hole; padding may be at the left or right end only")
+    starts = mask & ~mask.roll(1, 1)
+    starts[:, 0] = mask[:, 0]
+    if (starts.sum(1) > 1).any():
+        raise ValueError("attention_mask has a hole; padding may be at the ends only")
     return [row[keep] for row, keep in zip(sequences, mask, strict=True)]
 
 
@@ -96,7 +97,7 @@ def _shaped(flat: Tensor, sequences, attention_mask: Tensor | None, lengths: lis
     if not isinstance(sequences, Tensor):
         return list(flat.split(lengths))
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    return torch.zeros(sequences.shape).masked_scatter(mask, flat)
+    return flat.new_zeros(sequences.shape).masked_scatter(mask, flat)
 
 
 def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens) -> ops.RowParams:

@@ -166,7 +166,8 @@ class _Recorder:
 
 def _by_token(tensor: Tensor) -> Tensor:
     """[1, T, ...] or [R, ...] -> [tokens, ...], a copy."""
-    return (tensor[0] if tensor.shape[0] == 1 and tensor.dim() > 1 else tensor).detach().clone()
+    batched = tensor.dim() > 2 or not tensor.is_floating_point()  # [1, T] token ids and positions
+    return (tensor[0] if batched else tensor).detach().clone()
 
 
 def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:

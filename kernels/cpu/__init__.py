@@ -12,7 +12,7 @@ from .sampling import distribution
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compiles every forward kernel for a storage dtype, or loads it from the cache; a bar shows when that is long."""
-    x, zeros = torch.zeros(1, 16), np.zeros(1, np.int32)
+    x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype)
     kv = torch.zeros(1, 1, 16, dtype=dtype)
     one = np.ones(1)

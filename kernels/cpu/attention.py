@@ -22,7 +22,7 @@ from .simd import LANES, fma, matmul_one, matmul_two
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
-_LOWEST = float32(-3.0e38)
+_MASKED = float32(-3.0e38)  # finite: two of them differ by 0
 _ZERO, _ONE = float32(0.0), float32(1.0)
 
 
@@ -48,10 +48,10 @@ def _product(a, b, depth, c, rows):
 def _softmax_step(s, tree, low, high, scale, m, l):
     """Scores -> weights relative to the new maximum. Returns (maximum, sum, factor for what came before)."""
     for j in range(BLOCK):
-        s[j] = s[j] * scale if low <= j < high else _LOWEST
-    for j in range(16):
-        tree[j] = max(s[j], s[j + 16])
-    width = 8
+        s[j] = s[j] * scale if low <= j < high else _MASKED
+    for j in range(BLOCK // 2):
+        tree[j] = max(s[j], s[j + BLOCK // 2])
+    width = BLOCK // 4
     while width > 0:
         for j in range(width):
             tree[j] = max(tree[j], tree[j + width])
@@ -59,9 +59,9 @@ def _softmax_step(s, tree, low, high, scale, m, l):
     new = max(m, tree[0])
     for j in range(BLOCK):
         s[j] = exp(s[j] - new) if low <= j < high else _ZERO
-    for j in range(16):
-        tree[j] = s[j] + s[j + 16]
-    width = 8
+    for j in range(BLOCK // 2):
+        tree[j] = s[j] + s[j + BLOCK // 2]
+    width = BLOCK // 4
     while width > 0:
         for j in range(width):
             tree[j] = tree[j] + tree[j + width]
@@ -83,7 +83,7 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
         o = np.empty((most, width), np.float32)
         m = np.empty(most, np.float32)
         l = np.empty(most, np.float32)
-        tree = np.empty(16, np.float32)
+        tree = np.empty(BLOCK // 2, np.float32)
         for work in range(program, items.shape[0] * kv_heads, programs):
             first, count, sequence = items[work // kv_heads]
             head = work % kv_heads
@@ -91,7 +91,7 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
             position = positions[first]
             for r in range(rows):
                 qs[r] = q[first + r // group, head * group + r % group]
-                m[r] = _LOWEST
+                m[r] = _MASKED
                 l[r] = _ZERO
             o[:rows] = _ZERO
             last = position + count - 1
@@ -156,7 +156,7 @@ def attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale
     `items` from `work_items`; positions int32 [T]; page j of sequence i is tables[table_starts[i] + j];
     window: keys a row sees, itself included; 0 is all.
     """
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     caches = storage(k_cache), storage(v_cache)
     programs = torch.get_num_threads()
     _attention(

@@ -1,5 +1,8 @@
-"""Row-wise CPU kernels: RMSNorm, gated activations, rotary tables. Their transcendentals are sequences of IEEE-754
-operations, so that a value's bits depend neither on its place in a vector nor on a maths library."""
+"""Row-wise CPU kernels: RMSNorm, gated activations, rotary tables.
+
+`exp` is a sequence of IEEE-754 operations, so that a value's bits don't depend on its place in a vector. Rotary's sine
+and cosine and the exact GELU's erfc are the C library's scalar fp64 functions: the contract names that library.
+"""
 
 import math
 
@@ -15,7 +18,7 @@ _LN2_HIGH, _LN2_LOW = float32(0.693359375), float32(-2.1219444e-4)
 _LOG2_E = float32(1.4426950408889634)
 _ROUND = float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low mantissa bits
 _C2, _C3, _C4, _C5, _C6, _C7 = (float32(1.0 / math.factorial(n)) for n in range(2, 8))
-_LOWEST = float32(-87.0)
+_EXP_FLOOR = float32(-87.0)
 _ZERO, _ONE, _TWO = float32(0.0), float32(1.0), float32(2.0)
 _ROUND_BITS = int(np.float32(12582912.0).view(np.int32))
 
@@ -23,7 +26,7 @@ _ROUND_BITS = int(np.float32(12582912.0).view(np.int32))
 @inline
 def exp(x):
     """e^x in fp32 for x <= 0, 0 below -87: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
-    clamped = max(x, _LOWEST)
+    clamped = max(x, _EXP_FLOOR)
     shifted = fma(clamped, _LOG2_E, _ROUND)
     n = shifted - _ROUND
     r = fma(-n, _LN2_HIGH, clamped)
@@ -35,7 +38,7 @@ def exp(x):
     p = fma(p, r, _C2)
     p = fma(p * r, r, r) + _ONE
     power = bits_float(int32((float_bits(shifted) - int32(_ROUND_BITS) + int32(127)) << int32(23)))
-    return p * power if x >= _LOWEST else (_ZERO if x < _LOWEST else x)  # the last arm passes a NaN on
+    return p * power if x >= _EXP_FLOOR else (_ZERO if x < _EXP_FLOOR else x)  # the last arm passes a NaN on
 
 
 @inline
@@ -122,7 +125,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """weight * (x * rstd) and rstd = 1 / sqrt(mean(x^2) + eps): x [rows, width] fp32 -> [rows, width], [rows]."""
-    out, rstd = torch.empty_like(x), torch.empty(x.shape[0])
+    out, rstd = torch.empty_like(x), x.new_empty(x.shape[0])
     _rms_norm(x.numpy(), storage(weight), eps, out.numpy(), rstd.numpy())
     return out, rstd
 
@@ -137,6 +140,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin fp32 [T, 2 F] of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
     shape = positions.numel(), 2 * inv_freq.numel()
-    cos, sin = torch.empty(shape), torch.empty(shape)
+    cos, sin = inv_freq.new_empty(shape), inv_freq.new_empty(shape)
     _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())
     return cos, sin

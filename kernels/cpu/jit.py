@@ -26,8 +26,8 @@ _thread = threading.local()
 @contextmanager
 def _cache_folder():
     before = numba.config.CACHE_DIR
-    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    numba.config.CACHE_DIR = before or str(root / "samebits" / f"kernels-{SOURCE_HASH}")
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "samebits"
+    numba.config.CACHE_DIR = str(pathlib.Path(before or root) / f"kernels-{SOURCE_HASH}")
     try:
         yield
     finally:

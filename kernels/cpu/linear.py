@@ -15,15 +15,12 @@ _NO_BIAS = np.empty(0, np.float32)
 
 
 @inline
-def _panel_product(x, panel, panel_index, bias, resume, out):
+def _panel_product(x, panel, panel_index, out):
+    """The chains go on from what `out` holds."""
     rows, depth = x.shape
     features = out.shape[1]
     first = panel_index * PANEL
     last = min(first + PANEL, features)
-    if not resume:
-        for r in range(rows):
-            for j in range(first, last):
-                out[r, j] = bias[j] if bias.size else float32(0.0)
     if last - first == PANEL:
         matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows)
     else:  # the ragged last panel goes through a scratch of full width
@@ -33,10 +30,18 @@ def _panel_product(x, panel, panel_index, bias, resume, out):
         out[:, first:last] = scratch[:, : last - first]
 
 
+@inline
+def _start_panel(panel_index, bias, out):
+    for r in range(out.shape[0]):
+        for j in range(panel_index * PANEL, min((panel_index + 1) * PANEL, out.shape[1])):
+            out[r, j] = bias[j] if bias.size else float32(0.0)
+
+
 @parallel
 def _linear_packed(x, panels, bias, out):
     for p in prange(panels.shape[0]):
-        _panel_product(x, panels[p], p, bias, False, out)
+        _start_panel(p, bias, out)
+        _panel_product(x, panels[p], p, out)
 
 
 @parallel
@@ -48,7 +53,9 @@ def _linear_unpacked(x, weight, bias, resume, out):
         for j in range(min(PANEL, features - first)):
             for k in range(depth):
                 panel[k, j] = weight[first + j, k]
-        _panel_product(x, panel, p, bias, resume, out)
+        if not resume:
+            _start_panel(p, bias, out)
+        _panel_product(x, panel, p, out)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -73,14 +80,14 @@ def _start(bias: torch.Tensor | None) -> np.ndarray:
 
 def linear_packed(x: torch.Tensor, panels: torch.Tensor, features: int, bias: torch.Tensor | None) -> torch.Tensor:
     """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, `panels` from `pack` in fp32 or bf16."""
-    out = torch.empty(x.shape[0], features)
+    out = x.new_empty(x.shape[0], features)
     _linear_packed(x.numpy(), storage(panels), _start(bias), out.numpy())
     return out
 
 
 def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, weight [features, depth] fp32, any strides."""
-    out = torch.empty(x.shape[0], weight.shape[0])
+    out = x.new_empty(x.shape[0], weight.shape[0])
     _linear_unpacked(x.numpy(), storage(weight), _start(bias), False, out.numpy())
     return out
 

@@ -16,7 +16,6 @@ from .jit import inline, parallel
 from .simd import bits_float, float_bits
 
 _GROUP = 256  # entries per partial sum; a sum is 32 interleaved chains per group, then groups ascending, all in fp64
-_LOWEST_KEY = -(2**31)
 _LARGEST = float32(3.4028235e38)
 
 
@@ -84,8 +83,10 @@ def _sum(weights, z, threshold, lanes):
 
 @inline
 def _top_k_threshold(z, k):
-    low, high = int64(_LOWEST_KEY), int64(2**31 - 1)
-    while low < high:  # the largest key that at least k tokens reach
+    low, high = int64(_key(float32(-np.inf))), int64(2**31 - 1)
+    while (
+        low < high
+    ):  # the largest key that at least k tokens reach; -inf, which banned tokens have, where k exceeds all
         middle = (low + high + 1) >> 1
         edge = _unkey(middle)
         count = 0
@@ -224,7 +225,7 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
     np.cumsum([len(b) for b in banned], out=starts[1:])
     flat = np.array([t for b in banned for t in b], np.int64)
     rows = logits.shape[0]
-    fields, thresholds = torch.empty(rows, 3, dtype=torch.float64), torch.empty(rows)
+    fields, thresholds = logits.new_empty(rows, 3, dtype=torch.float64), logits.new_empty(rows)
     _distribution(
         logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens, seeds, samples, positions,
         fields.numpy(), thresholds.numpy(),
