@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+from tqdm import tqdm
 
 VOCAB = 49_000
 
@@ -30,9 +31,11 @@ WORKLOADS: dict[str, Callable[[], dict]] = {"mixed": mixed, "grouped": grouped}
 
 
 def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -> dict:
-    """Times the engine: EOS ignored, T=1, log-probs on. One warm-up, then `repeats` runs, prefix cache cleared."""
+    """Times the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared."""
     from ..engine import LLM, SamplingParams
 
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
     begin = time.perf_counter()
     llm = LLM(model, dtype=dtype, exact=exact, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -41,9 +44,9 @@ def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -
     prompts = [[min(t, ceiling) for t in p] for p in workload["prompts"]]
     params = [SamplingParams(n=workload["n"], max_tokens=m, ignore_eos=True) for m in workload["output_lens"]]
     tokens = workload["n"] * sum(workload["output_lens"])
-    llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)
     seconds = []
-    for _ in range(repeats):
+    for _ in tqdm(range(repeats), desc=f"{workload['name']}, exact={exact}", unit="run", delay=2):
         llm.reset_prefix_cache()
         before = llm.stats().prompt_tokens_computed
         begin = time.perf_counter()

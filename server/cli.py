@@ -187,6 +187,6 @@ def main() -> None:
     """Runs the CLI; what is wrong with the input is one line, not a traceback."""
     try:
         app()
-    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}: {error}", highlight=False)
         sys.exit(2)
