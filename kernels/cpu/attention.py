@@ -32,15 +32,15 @@ def padded_dim(head_dim: int) -> int:
 
 
 @inline
-def _product(a, b, depth, c, rows):
-    """c[:rows] += a[:rows, :depth] @ b[:depth]."""
-    columns = b.shape[1]
+def _product(a, b, depth, c, rows, following):
+    """c[:rows] += a[:rows, :depth] @ b[:depth]. following: what is read next, to fetch it meanwhile."""
+    columns, ahead = b.shape[1], following.ctypes.data
     j = 0
     while columns - j >= 2 * LANES:
-        matmul_two(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows)
+        matmul_two(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
         j += 2 * LANES
     while columns - j >= LANES:
-        matmul_one(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows)
+        matmul_one(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
         j += LANES
 
 
@@ -98,9 +98,10 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
             start = max(0, position - window + 1) // BLOCK if window > 0 else 0
             for block in range(start, last // BLOCK + 1):
                 page = tables[table_starts[sequence] + block]
+                after = tables[table_starts[sequence] + min(block + 1, last // BLOCK)]
                 base = block * BLOCK
                 s[:rows] = _ZERO
-                _product(qs, k_cache[page, head], dim, s, rows)
+                _product(qs, k_cache[page, head], dim, s, rows, v_cache[page, head])
                 for r in range(rows):
                     here = position + r // group
                     low = max(0, here - window + 1 - base) if window > 0 else 0
@@ -110,7 +111,7 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
                     if factor != _ONE:
                         for j in range(width):
                             o[r, j] *= factor
-                _product(s, v_cache[page, head], min(BLOCK, last - base + 1), o, rows)
+                _product(s, v_cache[page, head], min(BLOCK, last - base + 1), o, rows, k_cache[after, head])
             for r in range(rows):
                 token, h = first + r // group, head * group + r % group
                 for j in range(dim):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numba import float32, int32, prange
 
-from .jit import inline, parallel, storage
+from .jit import elementwise, inline, storage
 from .simd import bits_float, float_bits, fma
 
 # ln 2 split so that n * LN2_HIGH is exact for |n| < 2^11: Cody & Waite, Software Manual for the Elementary Functions.
@@ -59,7 +59,7 @@ def sum_of_squares(row):
     return lanes[0]
 
 
-@parallel
+@elementwise
 def _rms_norm(x, weight, eps, out, rstd):
     for i in prange(x.shape[0]):
         mean = sum_of_squares(x[i]) / float32(x.shape[1])
@@ -93,7 +93,7 @@ def _gelu(x):
     return float32(0.5 * float(x) * math.erfc(-float(x) * 0.7071067811865476))
 
 
-@parallel
+@elementwise
 def _gated(gate, up, kind, out):
     for i in prange(gate.shape[0]):
         if kind == 0:
@@ -107,7 +107,7 @@ def _gated(gate, up, kind, out):
                 out[i, j] = _gelu_tanh(gate[i, j]) * up[i, j]
 
 
-@parallel
+@elementwise
 def _rotary_tables(positions, inv_freq, scaling, cos, sin):
     half = inv_freq.size
     for t in prange(positions.size):

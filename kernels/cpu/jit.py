@@ -49,12 +49,22 @@ def inline(function):
 
 def parallel(function):
     """A kernel whose `prange` runs on as many threads as torch uses (`torch.set_num_threads`)."""
+    return _kernel(function, 0)
+
+
+def elementwise(function):
+    """As `parallel`, but on one thread where the first array is small: waking another costs more than it helps."""
+    return _kernel(function, 1 << 16)
+
+
+def _kernel(function, serial_below):
     with _cache_folder():
         compiled = numba.njit(cache=True, parallel=True, error_model="numpy", nogil=True)(function)
 
     @wraps(function)
     def launch(*args):
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        small = args[0].size < serial_below
+        threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         with _pool:
             if getattr(_thread, "count", None) != threads:  # numba keeps the count per thread
                 numba.set_num_threads(threads)

@@ -9,24 +9,25 @@ import torch
 from numba import float32, prange
 
 from .jit import inline, parallel, storage
-from .simd import PANEL, matmul_panel
+from .simd import PANEL, TILE_ROWS, matmul_panel
 
 _NO_BIAS = np.empty(0, np.float32)
 
 
 @inline
-def _panel_product(x, panel, panel_index, out):
-    """The chains go on from what `out` holds."""
+def _panel_product(x, panel, panel_index, out, following):
+    """The chains go on from what `out` holds. following: the panel that comes next, to fetch it meanwhile."""
     rows, depth = x.shape
     features = out.shape[1]
     first = panel_index * PANEL
     last = min(first + PANEL, features)
+    ahead = following.ctypes.data if rows >= TILE_ROWS else panel.ctypes.data  # fewer rows only wait for this panel
     if last - first == PANEL:
-        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows)
+        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
     else:  # the ragged last panel goes through a scratch of full width
         scratch = np.zeros((rows, PANEL), np.float32)
         scratch[:, : last - first] = out[:, first:last]
-        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows)
+        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
         out[:, first:last] = scratch[:, : last - first]
 
 
@@ -41,7 +42,7 @@ def _start_panel(panel_index, bias, out):
 def _linear_packed(x, panels, bias, out):
     for p in prange(panels.shape[0]):
         _start_panel(p, bias, out)
-        _panel_product(x, panels[p], p, out)
+        _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
 
 
 @parallel
@@ -55,7 +56,7 @@ def _linear_unpacked(x, weight, bias, resume, out):
                 panel[k, j] = weight[first + j, k]
         if not resume:
             _start_panel(p, bias, out)
-        _panel_product(x, panel, p, out)
+        _panel_product(x, panel, p, out, panel)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

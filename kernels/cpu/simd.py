@@ -34,6 +34,7 @@ LANES, REGISTERS = _host_vector()
 PANEL_VECTORS = 3  # linear: 3 vectors of columns x 8 rows = 24 accumulators, 3 operands (AVX-512, NEON)
 TILE_ROWS = 8 if REGISTERS >= 32 else 4
 PANEL = PANEL_VECTORS * LANES
+CACHE_LINE = 64
 
 
 @intrinsic
@@ -64,14 +65,17 @@ def bits_float(typingctx, x):
 
 
 def _make_tile(rows: int, vectors: int, bf16: bool):
-    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses and strides in elements."""
+    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses, and strides in elements.
+
+    `ahead`: memory to fetch meanwhile, a cache line for each k: a product of few rows waits for memory otherwise.
+    """
     vector = ir.VectorType(_F32, LANES)
     size_b = 2 if bf16 else 4
 
     @intrinsic
-    def tile_op(typingctx, a, stride_a, b, stride_b, depth, c, stride_c):
+    def tile_op(typingctx, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
         def codegen(context, builder, signature, args):
-            a, stride_a, b, stride_b, depth, c, stride_c = args
+            a, stride_a, b, stride_b, depth, c, stride_c, ahead = args
 
             def address(base, *terms):
                 for index, scale in terms:
@@ -93,6 +97,10 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
             multiply_add = builder.module.declare_intrinsic(
                 f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
             )
+            pointer = ir.IntType(8).as_pointer()
+            prefetch = builder.module.declare_intrinsic(
+                "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+            )
             row_a = [address(a, (stride_a, 4 * r)) for r in range(rows)]
             cells = [[address(c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)]
             start = [[load(cells[r][j], vector, 4) for j in range(vectors)] for r in range(rows)]
@@ -107,6 +115,8 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
             acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
             row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
             columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
+            line = builder.add(ahead, builder.mul(k, _I64(CACHE_LINE)))
+            builder.call(prefetch, [builder.inttoptr(line, pointer), _I32(0), _I32(2), _I32(1)])  # to read, into L2
             offset = builder.mul(k, _I64(4))
             after = []
             for r in range(rows):
@@ -135,7 +145,7 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
                     store.align = 4
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return tile_op
 
@@ -145,20 +155,28 @@ def _row_tiles(vectors: int, bf16: bool):
     most, four, two, one = (_make_tile(rows, vectors, bf16) for rows in (TILE_ROWS, 4, 2, 1))
     size = 2 if bf16 else 4
 
-    def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+    def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
+        end = ahead + size * depth * vectors * LANES
         r = 0
         while rows - r >= TILE_ROWS:
-            most(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            line = ahead if ahead < end else address
+            most(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
+            ahead += CACHE_LINE * depth
             r += TILE_ROWS
         if rows - r >= 4:
-            four(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            line = ahead if ahead < end else address
+            four(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
+            ahead += CACHE_LINE * depth
             r += 4
         if rows - r >= 2:
-            two(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            line = ahead if ahead < end else address
+            two(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
+            ahead += CACHE_LINE * depth
             r += 2
         if rows - r >= 1:
-            one(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c)
+            line = ahead if ahead < end else address
+            one(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
 
     return product
 
@@ -167,14 +185,15 @@ def _matmul(vectors: int):
     """c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...] for an array b of fp32, or of bf16 seen as int16.
 
     Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
-    address and row stride, rows. (numba caches a kernel on disk only if it closes over nothing, hence the overload.)
+    address and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. (numba caches a
+    kernel on disk only if it closes over nothing, hence the overload.)
     """
 
-    def matmul(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+    def matmul(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         raise NotImplementedError("for compiled callers")
 
     @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
-    def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows):
+    def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         return _row_tiles(vectors, bf16=b.dtype == types.int16)
 
     return matmul
