@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := kernels model scheduler engine trainer server
+PACKAGES := kernels model scheduler engine trainer correction integrations server
 
 .PHONY: help setup demo test test-slow lint bench loc clean
 

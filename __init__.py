@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 # OpenMP threads that wait by spinning for long starve each other when another process wants a core: measured on two
-# cores beside one busy process, 10 times slower. libgomp reads this once, when torch loads it.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# cores beside one busy process, 10 times slower. Too short a wait costs 10 % on a quiet machine. libgomp reads this
+# once, when torch loads it.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     "LLM": "engine",

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from ..model.exact import ExactLinear, LMHead
+from ..model.exact import ExactLinear, LMHead, SharedInput
 from ..scheduler import Batch
 from .request import Sample, SampledToken
 
+_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one launch each
 LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
 
 
@@ -72,6 +73,11 @@ class ModelRunner:
             if isinstance(module, ExactLinear) and module.route == "fma":
                 module.packed = ops.PackedWeight.pack(module.weight)
                 module.weight = None  # type: ignore[assignment]
+        for module in self.model.modules():
+            for names in _SHARED_INPUTS:
+                group = [getattr(module, name, None) for name in names]
+                if all(isinstance(m, ExactLinear) and m.packed is not None for m in group):
+                    SharedInput(group)  # type: ignore[arg-type]
         if tied and self.head.packed is not None:
             embedding.__class__ = PackedEmbedding
             embedding.packed = self.head.packed

@@ -33,6 +33,9 @@ class _NoContext:
     def save_for_backward(self, *tensors):
         pass
 
+    def mark_non_differentiable(self, *tensors):
+        pass
+
 
 def backend(device: torch.device) -> ModuleType:
     """The kernels for a device. Raises NotImplementedError where there are none."""
@@ -67,7 +70,7 @@ def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, rout
     x = x.detach().float().contiguous()
     bias = None if bias is None else bias.detach().float()
     if isinstance(weight, PackedWeight):
-        return backend(x.device).linear_packed(x, weight.panels, weight.features, bias)
+        return backend(x.device).linear_packed(x, [(weight.panels, weight.features, bias)])[0]
     weight = weight.detach().float()
     if route != "fma":
         return F.linear(x, weight, bias)
@@ -107,6 +110,16 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
     else:
         out = _apply(_Linear, rows, weight, bias, route)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None]) -> list[Tensor]:
+    """`linear` of one x with each of up to three packed weights, in one launch: the same bits. For rollout only."""
+    rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
+    wide = [None if b is None else b.detach().float() for b in biases]
+    outs = backend(x.device).linear_packed(
+        rows, [(w.panels, w.features, b) for w, b in zip(weights, wide, strict=True)]
+    )
+    return [out.to(x.dtype).view(*x.shape[:-1], -1) for out in outs]
 
 
 # --- row-wise ops ---------------------------------------------------------------------------------------------------
@@ -312,7 +325,7 @@ class RowParams:
 
 
 def distribution(logits: Tensor, params: RowParams, tokens: np.ndarray, seeds=None, samples=None, positions=None):
-    """(fields f64 [R, 3]: log-prob, entropy, log-sum-exp; thresholds fp32 [R]) of fp32 logits [R, V].
+    """(fields f64 [R, 4]: log-prob, entropy, log-sum-exp, argmax; thresholds fp32 [R]) of fp32 logits [R, V].
 
     tokens int64 [R]: the token to score, or -1 to draw one (written in place) from the counter-based generator at
     (seeds u64, samples i64, positions i64).
@@ -338,11 +351,13 @@ class _TokenLogprobs(torch.autograd.Function):
         result, edges = torch.cat(fields), torch.cat(thresholds)
         ctx.save_for_backward(hidden, weight, bias, targets, result, edges)
         ctx.params, ctx.chunk, ctx.route = params, chunk, route
-        return result[:, 0].float(), result[:, 1].float()
+        best = result[:, 3].long()
+        ctx.mark_non_differentiable(best)
+        return result[:, 0].float(), result[:, 1].float(), best
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprob, grad_entropy):
+    def backward(ctx, grad_logprob, grad_entropy, _):
         hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
         kernels = backend(hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
@@ -383,9 +398,10 @@ def token_logprobs(
     params: RowParams,
     chunk: int = 256,
     route: str = "fma",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
 
-    hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats).
+    hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats) and
+    the most likely tokens int64 [R].
     """
     return _apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, route)

@@ -25,13 +25,37 @@ class UnsupportedModelError(NotImplementedError):
 
 
 class ExactLinear(nn.Linear):
-    """nn.Linear on `ops.linear`. `packed` replaces `weight` in an engine."""
+    """nn.Linear on `ops.linear`. In an engine, `packed` replaces `weight`, and `shared` joins it to its neighbours."""
 
     route: str = "fma"
     packed: ops.PackedWeight | None = None
+    shared: SharedInput | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shared is not None:
+            return self.shared.product(self, x)
         return ops.linear(x, self.packed or self.weight, self.bias, self.route)
+
+
+class SharedInput:
+    """Packed linears that a model calls on the same tensor (q, k, v; gate, up): the first call computes all of them."""
+
+    def __init__(self, modules: list[ExactLinear]):
+        self.modules = modules
+        self.input: Tensor | None = None
+        self.results: dict[ExactLinear, Tensor] = {}
+        for module in modules:
+            module.shared = self
+
+    def product(self, module: ExactLinear, x: Tensor) -> Tensor:
+        if x is not self.input or module not in self.results:
+            weights = [m.packed for m in self.modules if m.packed is not None]
+            self.input = x
+            self.results = dict(zip(self.modules, ops.linears(x, weights, [m.bias for m in self.modules]), strict=True))
+        result = self.results.pop(module)
+        if not self.results:
+            self.input = None
+        return result
 
 
 @dataclass
@@ -44,7 +68,8 @@ class LogprobRequest:
 
 
 class LMHead(ExactLinear):
-    """lm_head: fp32 logits, or, while `request` is set, [1, R, 2] log-probs and entropies without the logits."""
+    """lm_head: fp32 logits, or, while `request` is set, [1, R, 3] log-probs, entropies and most
+    likely tokens (as fp32, exact below 2^24) without the logits."""
 
     request: LogprobRequest | None = None
 
@@ -53,8 +78,10 @@ class LMHead(ExactLinear):
             return ops.linear(x.float(), self.packed or self.weight, self.bias, self.route)
         r = self.request
         hidden = x.reshape(-1, x.shape[-1])
-        pair = ops.token_logprobs(hidden, self.weight, self.bias, r.targets, r.params, r.chunk, self.route)
-        return torch.stack(pair, dim=-1)[None]
+        logprob, entropy, best = ops.token_logprobs(
+            hidden, self.weight, self.bias, r.targets, r.params, r.chunk, self.route
+        )
+        return torch.stack((logprob, entropy, best.float()), dim=-1)[None]
 
 
 class ExactRMSNorm(nn.Module):

@@ -209,7 +209,7 @@ def test_token_logprobs_forward_and_backward_in_any_chunks(setting):
     targets = torch.from_numpy(tokens)
 
     def ours(h, w, chunk=16):
-        return torch.stack(ops.token_logprobs(h, w, None, targets, params, chunk))
+        return torch.stack(ops.token_logprobs(h, w, None, targets, params, chunk)[:2])
 
     def reference(h, w):
         z = h @ w.t() / setting.get("temperature", 1.0)
@@ -312,7 +312,7 @@ def test_a_default_dtype_of_the_callers_changes_nothing():
         layout = ops.PagedLayout.packed([5], 1, x.device)
         q = x[:, :20].reshape(5, 1, 20)
         hidden, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-        logprob, entropy = ops.token_logprobs(hidden, weight, None, torch.arange(5), params)
+        logprob, entropy, _ = ops.token_logprobs(hidden, weight, None, torch.arange(5), params)
         (logprob.sum() + entropy.sum()).backward()
         tables = ops.rotary_tables(torch.arange(5), x[0].abs(), 1.0)
         norm = ops.rms_norm(x, x[0], 1e-5)

@@ -3,5 +3,6 @@
 from ..model import exact_model
 from .fsdp import shard
 from .logprobs import token_logprobs
+from .rescore import rescore
 
-__all__ = ["exact_model", "shard", "token_logprobs"]
+__all__ = ["exact_model", "rescore", "shard", "token_logprobs"]

@@ -19,6 +19,7 @@ def token_logprobs(
     attention_mask: Tensor | None = None,
     prompt_lens: Sequence[int] | None = None,
     return_entropy: bool = False,
+    return_argmax: bool = False,
     chunk: int = 256,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
@@ -26,10 +27,12 @@ def token_logprobs(
     model: from `exact_model`, also under FSDP2, activation checkpointing or both.
     sequences: a list of token-id sequences of any lengths, run packed without padding -> a list of fp32 [len]; or
     int64 [B, T] with `attention_mask` [B, T] (1 = token; padding left, right or both) -> fp32 [B, T], 0 at padding.
-    The first token of a sequence has no context: 0. The distribution is that of `sampling_params` (temperature,
-    top_k, top_p, min_p; all of one kind per call); a token outside it has -inf and no gradient. With min_tokens,
-    give `prompt_lens`: tokens of each prompt. return_entropy: also the entropies (nats) of the distributions, alike.
-    chunk: rows of logits in memory at a time; changes no bit.
+    The first token of a sequence has no context: 0. prompt_lens: tokens of each prompt; they are not scored then (0),
+    which saves their logits. The distribution is that of `sampling_params` (temperature, top_k, top_p, min_p; all of
+    one kind per call; min_tokens needs prompt_lens); a token outside it has -inf and no gradient.
+
+    return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
+    distributions in the same shape. chunk: rows of logits in memory at a time; changes no bit.
     """
     params = sampling_params or SamplingParams()
     head = model.get_output_embeddings()
@@ -47,15 +50,21 @@ def token_logprobs(
     ends = torch.tensor(lengths).cumsum(0) - 1
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[ends] = False
+    if prompt_lens is not None:
+        for start, prompt in zip(
+            (ends - torch.tensor(lengths) + 1).tolist(), _checked(prompt_lens, lengths), strict=True
+        ):
+            predicts[start : start + prompt - 1] = False
     index = predicts.nonzero().flatten()
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
-    pair = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens), chunk)
-    spread = (values.new_zeros(len(ids)).scatter(0, index + 1, values) for values in pair)
-    logprobs, entropies = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
-    return (logprobs, entropies) if return_entropy else logprobs
+    found = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens, index), chunk)
+    spread = (values.new_zeros(len(ids)).scatter(0, index + 1, values) for values in found)
+    logprobs, entropies, best = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
+    extras = [entropies] * return_entropy + [best] * return_argmax
+    return (logprobs, *extras) if extras else logprobs
 
 
-def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor]:
+def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     assert head.request is None, "another thread is scoring with this model"
     head.request = LogprobRequest(ids[index + 1], params, chunk)
     try:
@@ -68,7 +77,8 @@ def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: 
         )
     finally:
         head.request = None
-    return out.logits[0].unbind(-1)
+    logprobs, entropies, best = out.logits[0].unbind(-1)
+    return logprobs, entropies, best.detach().long()
 
 
 def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
@@ -100,11 +110,17 @@ def _shaped(flat: Tensor, sequences, attention_mask: Tensor | None, lengths: lis
     return flat.new_zeros(sequences.shape).masked_scatter(mask, flat)
 
 
-def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens) -> ops.RowParams:
-    count = sum(lengths) - len(lengths)
-    rows = ops.RowParams.repeat(count, params.temperature, params.top_k, params.top_p, params.min_p)
+def _checked(prompt_lens: Sequence[int], lengths: list[int]) -> list[int]:
+    prompts = [int(n) for n in prompt_lens]
+    if len(prompts) != len(lengths) or any(not 1 <= p <= n for p, n in zip(prompts, lengths, strict=True)):
+        raise ValueError(f"prompt_lens needs one entry per sequence, at least 1 and at most its length; got {prompts}")
+    return prompts
+
+
+def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens, index: Tensor) -> ops.RowParams:
+    rows = ops.RowParams.repeat(len(index), params.temperature, params.top_k, params.top_p, params.min_p)
     if params.min_tokens:
-        if prompt_lens is None or len(prompt_lens) != len(lengths):
+        if prompt_lens is None:
             raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
         bad = [t for t in params.stop_token_ids if t >= model.config.vocab_size]
         if bad:
@@ -113,8 +129,8 @@ def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens) 
             )
         banned = [*(() if params.ignore_eos else eos_token_ids(model)), *params.stop_token_ids]
         rows.banned = [
-            banned if prompt - 1 <= position < prompt - 1 + params.min_tokens else []
+            banned if position < params.min_tokens else []
             for prompt, length in zip(prompt_lens, lengths, strict=True)
-            for position in range(length - 1)
+            for position in range(length - prompt)
         ]
     return rows

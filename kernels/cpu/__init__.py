@@ -19,7 +19,7 @@ def warm_up(dtype: torch.dtype) -> None:
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
     draw = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     calls = (
-        lambda: linear_packed(x, pack(x.to(dtype)), 1, None),
+        lambda: linear_packed(x, [(pack(x.to(dtype)), 1, None)]),
         lambda: linear_unpacked(x, x, None),
         lambda: rms_norm(x, x[0], 1e-5),
         lambda: gated_activation(x, x, "silu"),

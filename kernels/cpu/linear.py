@@ -11,7 +11,7 @@ from numba import float32, prange
 from .jit import inline, parallel, storage
 from .simd import PANEL, TILE_ROWS, matmul_panel
 
-_NO_BIAS = np.empty(0, np.float32)
+_NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 @inline
@@ -38,11 +38,22 @@ def _start_panel(panel_index, bias, out):
             out[r, j] = bias[j] if bias.size else float32(0.0)
 
 
+@inline
+def _packed_product(x, panels, p, bias, out):
+    _start_panel(p, bias, out)
+    _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
+
+
 @parallel
-def _linear_packed(x, panels, bias, out):
-    for p in prange(panels.shape[0]):
-        _start_panel(p, bias, out)
-        _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
+def _linear_packed(x, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
+    first, second = a.shape[0], a.shape[0] + b.shape[0]
+    for p in prange(second + c.shape[0]):
+        if p < first:
+            _packed_product(x, a, p, bias_a, out_a)
+        elif p < second:
+            _packed_product(x, b, p - first, bias_b, out_b)
+        else:
+            _packed_product(x, c, p - second, bias_c, out_c)
 
 
 @parallel
@@ -79,11 +90,20 @@ def _start(bias: torch.Tensor | None) -> np.ndarray:
     return _NO_BIAS if bias is None else storage(bias)
 
 
-def linear_packed(x: torch.Tensor, panels: torch.Tensor, features: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, `panels` from `pack` in fp32 or bf16."""
-    out = x.new_empty(x.shape[0], features)
-    _linear_packed(x.numpy(), storage(panels), _start(bias), out.numpy())
-    return out
+def linear_packed(x: torch.Tensor, weights: list[tuple[torch.Tensor, int, torch.Tensor | None]]) -> list[torch.Tensor]:
+    """fp32 [rows, features] = bias + x @ weight.T for each of up to three weights, in one launch.
+
+    x [rows, depth] fp32; weights: (panels from `pack` in fp32 or bf16, features, bias fp32 or None).
+    """
+    outs = [x.new_empty(x.shape[0], features) for _, features, _ in weights]
+    panels = [storage(p) for p, _, _ in weights]
+    none = 3 - len(weights)
+    _linear_packed(
+        x.numpy(), *panels, *[panels[0][:0]] * none,
+        *[_start(bias) for *_, bias in weights], *[_NO_BIAS] * none,
+        *[out.numpy() for out in outs], *[_NO_OUT] * none,
+    )  # fmt: skip
+    return outs
 
 
 def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

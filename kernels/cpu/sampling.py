@@ -189,12 +189,14 @@ def _distribution(
             if min_p[i] > 0.0:
                 threshold = max(threshold, most + float32(math.log(min_p[i])))
         total = _sum(weights, z, threshold, lanes)
-        token = tokens[i]
+        token, best = tokens[i], -1
+        if token >= 0 or greedy:
+            best = 0
+            while best < vocab - 1 and z[best] != most:
+                best += 1
         if token < 0:
             if greedy:
-                token = 0
-                while token < vocab - 1 and z[token] != most:
-                    token += 1
+                token = best
             else:
                 token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, lanes)
             tokens[i] = token
@@ -208,6 +210,7 @@ def _distribution(
         fields[i, 0] = float64(z[token]) - log_sum_exp if kept else -np.inf
         fields[i, 1] = log_total - mean / total
         fields[i, 2] = log_sum_exp
+        fields[i, 3] = best
         if not (_all_finite(logits[i]) and math.isfinite(total)):
             fields[i, :] = np.nan
         thresholds[i] = threshold
@@ -218,14 +221,15 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
 
     Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
     list of token-id lists, tokens i64 (-1: draw one, written in place), and the draw's seed u64, sample i64,
-    position i64. Returns fields f64 [R, 3] = (log-prob of the token, entropy, log-sum-exp) and thresholds f32 [R]: a
-    token is in the distribution if its tempered logit reaches the threshold. NaN where a row holds a non-finite logit.
+    position i64. Returns fields f64 [R, 4] = (log-prob of the token, entropy, log-sum-exp, most likely token, or -1
+    where one was drawn by chance) and thresholds f32 [R]: a token is in the distribution if its tempered logit reaches
+    the threshold. NaN where a row holds a non-finite logit.
     """
     starts = np.zeros(len(banned) + 1, np.int64)
     np.cumsum([len(b) for b in banned], out=starts[1:])
     flat = np.array([t for b in banned for t in b], np.int64)
     rows = logits.shape[0]
-    fields, thresholds = logits.new_empty(rows, 3, dtype=torch.float64), logits.new_empty(rows)
+    fields, thresholds = logits.new_empty(rows, 4, dtype=torch.float64), logits.new_empty(rows)
     _distribution(
         logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens, seeds, samples, positions,
         fields.numpy(), thresholds.numpy(),
