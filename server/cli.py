@@ -1,10 +1,11 @@
-"""The command line: `samebits generate | chat | verify | contract | bench`."""
+"""The command line: `samebits generate | chat | rollout | diagnose | calibrate | verify | contract | bench`."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -181,6 +182,130 @@ def bench(
         rate = statistics.median(r["output_tok_s"])
         table.add_row(r["engine"], r["workload"], f"{rate:.0f}", str(r["start_seconds"]), str(r["resident_mb"]))
     console.print(table)
+
+
+def _params(temperature: float, top_p: float, top_k: int, min_p: float):
+    from ..engine import SamplingParams
+
+    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+
+
+def _scorer(model: str | None, dtype: str):
+    """(the exact model or None, a decoder of token ids or None)."""
+    if model is None:
+        return None, None
+    from transformers import AutoTokenizer
+
+    from ..model import exact_model
+    from ..model.checkpoint import resolve
+
+    scorer = exact_model(model, dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    except (OSError, ValueError):
+        return scorer, None
+    return scorer, tokenizer.decode
+
+
+Rollouts = Annotated[
+    str, typer.Argument(help="Rollouts: JSONL, parquet, npz, replies of vLLM or SGLang, trainers' dumps.")
+]
+Scorer = Annotated[str | None, typer.Option("--model", help="Score the tokens exactly with this model.")]
+MinP = Annotated[float, typer.Option(help="Min-p sampling, or the rho of vocabulary pruning; 0 is off.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with plots here.")]
+
+
+@app.command()
+def rollout(
+    model: Model,
+    prompts: Annotated[Path, typer.Argument(help='JSONL with "prompt", "prompt_token_ids" or "messages" a line.')],
+    out: Annotated[Path, typer.Option(help="The rollouts, JSONL, as diagnose and calibrate read them.")],
+    n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 8,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    max_tokens: MaxTokens = 256,
+    seed: Seed = None,
+    dtype: DType = "float32",
+) -> None:
+    """Samples exact rollouts: the reference that calibrate compares other engines with."""
+    from ..engine import LLM, SamplingParams
+    from . import mismatch
+
+    params = SamplingParams(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, seed=seed
+    )
+    count = mismatch.write_exact(LLM(model, dtype=dtype), prompts, out, params)
+    console.print(f"{count} rollouts in {out}", highlight=False)
+
+
+@app.command()
+def diagnose(
+    rollouts: Rollouts,
+    model: Scorer = None,
+    dtype: DType = "float32",
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    page: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measures an engine's mismatch: its log-probs against exact ones, or against the trainer's that the file holds.
+
+    The sampling options are those that the rollouts were made with.
+    """
+    from . import mismatch, report
+
+    params = _params(temperature, top_p, top_k, min_p)
+    scorer, decode = _scorer(model, dtype)
+    result = mismatch.diagnose(rollouts, scorer, params)
+    if page is not None:
+        page.write_text(report.diagnosis_page(result, f"Mismatch of {Path(rollouts).name}", decode))
+    if as_json:
+        print(json.dumps({**result.summary, "worst": result.worst, "trainer_gap": result.trainer_gap}))
+    else:
+        report.print_diagnosis(console, result, decode)
+
+
+@app.command()
+def calibrate(
+    rollouts: Rollouts,
+    reference: Annotated[
+        str | None, typer.Option(help="Exact rollouts of the same prompts and weights (`samebits rollout`).")
+    ] = None,
+    model: Scorer = None,
+    dtype: DType = "float32",
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    mode: Annotated[str, typer.Option(help="Of the loss: decoupled or bypass.")] = "decoupled",
+    batch_size: Annotated[int, typer.Option(help="Sequences in a training batch.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    page: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Chooses a correction and its threshold for an engine's rollouts, against exact ones.
+
+    Records need advantages, or a reward and a group.
+    """
+    from . import mismatch, report
+
+    params = _params(temperature, top_p, top_k, min_p)
+    scorer, _ = _scorer(model, dtype)
+    result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
+    snippets = {} if result.recommended is None else mismatch.snippets(mode, candidates[result.recommended])
+    if page is not None:
+        page.write_text(report.calibration_page(result, f"Calibration for {Path(rollouts).name}", snippets))
+    if as_json:
+        print(json.dumps({**mismatch.as_dict(result), "configurations": snippets}))
+        return
+    report.print_calibration(console, result)
+    for framework, text in snippets.items():
+        console.print(f"\n[bold]{framework}[/bold]")
+        console.print(text, markup=False, highlight=False)
 
 
 def main() -> None:

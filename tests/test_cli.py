@@ -84,6 +84,50 @@ finally:
     assert "--max-tokens" in done.stdout
 
 
+def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
+    model, prompts, exact = checkpoint("llama"), tmp_path / "prompts.jsonl", tmp_path / "exact.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [5 + i, 6, 7]}) + "\n" for i in range(6)))
+    args = ("--out", exact, "-n", 8, "--max-tokens", 12, "--seed", 3, "--temperature", 0.8)
+    done = samebits("rollout", model, prompts, *args)
+    assert done.returncode == 0, done.stderr
+    assert "48 rollouts" in done.stdout
+    found = samebits("diagnose", exact, "--model", model, "--temperature", 0.8, "--json", "--html", tmp_path / "d.html")
+    assert found.returncode == 0, found.stderr
+    summary = json.loads(found.stdout)
+    assert (summary["max_abs"], summary["trainer_gap"], summary["sequences"]) == (0.0, 0.0, 48)
+    assert (tmp_path / "d.html").read_text().startswith("<!doctype html>")
+    assert "mean |d|" in samebits("diagnose", exact).stdout
+
+    records = [json.loads(line) for line in exact.read_text().splitlines()]
+    for record in records:
+        record["reward"] = float(sum(record["token_ids"]) % 2)
+    exact.write_text("".join(json.dumps(r) + "\n" for r in records))
+    for record in records:
+        record["rollout_logprobs"] = [lp - 0.3 * (i % 3) for i, lp in enumerate(record["rollout_logprobs"])]
+    noisy = tmp_path / "noisy.jsonl"
+    noisy.write_text("".join(json.dumps(r) + "\n" for r in records))
+    done = samebits("calibrate", noisy, "--reference", exact, "--json", "--html", tmp_path / "c.html")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {a["name"] for a in result["assessments"]} >= {"none", "token_tis@2", "sequence_is", "veto@0.0001"}
+    assert result["reason"]
+    assert (tmp_path / "c.html").exists()
+    bad = samebits("diagnose", prompts)
+    assert bad.returncode == 2
+    assert "prompts.jsonl:1: no token_ids" in bad.stderr
+
+
+def test_mismatch_example_reports_a_real_mismatch_and_an_exact_null(smollm2, tmp_path):
+    args = ("--model", smollm2, "--prompts", 2, "-n", 2, "--max-tokens", 4, "--out", tmp_path)
+    done = run(ROOT / "examples" / "mismatch.py", *args)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| mean |d|".replace("|d|", "\\|d\\|")))
+    engine, exact = (float(cell) for cell in row.split(" | ")[1:3] for cell in [cell.strip(" |")])
+    assert engine > 0 == exact
+    for name in ("diagnosis.html", "calibration.html", "diagnosis.png", "calibration.png", "report.md"):
+        assert (tmp_path / name).stat().st_size > 500
+
+
 def test_readme_example_is_the_quickstart_and_runs(smollm2):
     source = (ROOT / "examples" / "quickstart.py").read_text()
     body = source.split('"""', 2)[2].strip()
@@ -120,6 +164,7 @@ def test_sizes_stay_within_the_design():
     assert sizes["engine + scheduler + model"] <= 2000
     assert sizes["trainer"] <= 600
     assert sizes["server"] <= 1000
+    assert sizes["integrations"] <= 600
 
 
 def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkpoint):

@@ -1,0 +1,37 @@
+"""Corrections for training-inference mismatch, their diagnosis and their calibration: plain tensors in and out.
+
+Stands alone: torch is all it imports.
+"""
+
+from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
+from .calibrate import Assessment, Calibration, Traces, calibrate, candidate_grid
+from .diagnose import Diagnosis
+from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
+from .pruning import bias_bound, coverage, prune_logits, safe_set
+from .statistics import LogProbs, Statistic
+
+__all__ = [
+    "PRESETS",
+    "Assessment",
+    "Calibration",
+    "Corrected",
+    "Correction",
+    "Diagnosis",
+    "Gate",
+    "LogProbs",
+    "PolicyLoss",
+    "Statistic",
+    "Traces",
+    "Weight",
+    "bias_bound",
+    "calibrate",
+    "candidate_grid",
+    "contribution",
+    "coverage",
+    "effective_coefficients",
+    "opsm_decomposition",
+    "policy_loss",
+    "preset",
+    "prune_logits",
+    "safe_set",
+]

@@ -1,0 +1,249 @@
+"""Corrections: at most one weight and any number of gates, each on a named statistic; presets by the papers' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .statistics import LogProbs, Ratio, Statistic, exp, wide
+
+Denominator = Literal["original", "kept"]
+AllReduce = Callable[[Tensor], Tensor]  # the sum of a tensor over data-parallel ranks
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Multiplies the loss by the ratio exp(statistic); the statistic's kernel is "log_ratio".
+
+    low, high: bounds of the ratio, each side open where None. outside: what becomes of a ratio outside them: "clip" to
+    the bound (truncated importance sampling), "zero" (masked importance sampling), or "keep" as it is, so that the
+    bounds only feed the metrics. normalize: divide by the weights' mean over the batch (of tokens, or of sequences).
+    """
+
+    statistic: Statistic
+    low: float | None = None
+    high: float | None = None
+    outside: Literal["clip", "zero", "keep"] = "clip"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.statistic.kernel != "log_ratio" or self.statistic.aggregate not in ("token", "sum", "mean"):
+            raise ValueError("a weight is the exponential of a log ratio: of a token, or a sequence's sum or mean")
+        if self.outside not in ("clip", "zero", "keep"):
+            raise ValueError(f"outside={self.outside!r}; choose clip, zero or keep")
+        _check_bounds(self.low, self.high)
+        if (self.low is not None and self.low < 0) or (self.high is not None and self.high <= 0):
+            raise ValueError(f"bounds of a ratio are positive, got [{self.low}, {self.high}]")
+
+    def of(self, logprobs: LogProbs, all_reduce: AllReduce | None = None) -> Tensor:
+        """fp64 [valid tokens] or [sequences], as the statistic."""
+        raw = exp(self.statistic.of(logprobs))
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        if self.outside == "clip":
+            raw = raw.clamp(low, high)
+        elif self.outside == "zero":
+            raw = torch.where((raw >= low) & (raw <= high), raw, 0.0)
+        if self.normalize:
+            total = torch.stack((raw.sum(), wide(torch.ones_like(raw)).sum()))
+            weight, count = total if all_reduce is None else all_reduce(total)
+            raw = raw / (weight / count.clamp_min(1)).clamp_min(1e-8)
+        return raw
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Keeps tokens (statistic per token) or whole sequences (otherwise) with low <= statistic <= high.
+
+    Bounds are on the statistic as named; `Gate.on_ratio` takes them for the ratio instead. only_negative: tokens with
+    advantage >= 0 stay in any case.
+    """
+
+    statistic: Statistic
+    low: float | None = None
+    high: float | None = None
+    only_negative: bool = False
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ValueError("a gate needs a bound")
+        _check_bounds(self.low, self.high)
+        if self.low is not None and self.statistic.kernel in ("k2", "k3", "abs", "binary_kl"):
+            raise ValueError(f"{self.statistic.kernel} is a distance from 0: only an upper bound makes sense")
+
+    @classmethod
+    def on_ratio(cls, statistic: Statistic, low: float | None, high: float | None, **kwargs) -> Gate:
+        """Bounds of exp(statistic), for the kernel "log_ratio"."""
+        if statistic.kernel != "log_ratio":
+            raise ValueError(f"bounds of a ratio need the kernel 'log_ratio', not {statistic.kernel!r}")
+        if any(b is not None and not b > 0 for b in (low, high)):
+            raise ValueError(f"bounds of a ratio are positive, got [{low}, {high}]")
+        low, high = (None if b is None else math.log(b) for b in (low, high))
+        return cls(statistic, low, high, **kwargs)
+
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None) -> Tensor:
+        """bool [valid tokens]; advantages fp [valid tokens], needed with only_negative."""
+        values = self.statistic.per_token_of(logprobs)
+        kept = torch.ones_like(values, dtype=torch.bool)
+        if self.low is not None:
+            kept &= values >= self.low
+        if self.high is not None:
+            kept &= values <= self.high
+        if self.only_negative:
+            if advantages is None:
+                raise ValueError("this gate drops negative advantages only: give the advantages")
+            kept |= advantages >= 0
+        return kept
+
+
+def _check_bounds(low: float | None, high: float | None) -> None:
+    if any(b is not None and math.isnan(b) for b in (low, high)) or (None not in (low, high) and not low < high):  # type: ignore[operator]
+        raise ValueError(f"bounds must satisfy low < high, got [{low}, {high}]")
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction does to a batch; both in the mask's shape, constants to autograd.
+
+    weights: fp32, 1 without a weight, 0 outside the mask; never changed by gates. keep: bool, False outside the mask.
+    denominator: see `Correction`.
+    """
+
+    weights: Tensor
+    keep: Tensor
+    denominator: Denominator = "original"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """At most one weight, and gates that must all let a token pass.
+
+    denominator: what a mean loss divides by: "original", the tokens sampled, so that rejection never raises the step
+    size; or "kept", those that passed.
+    """
+
+    weight: Weight | None = None
+    gates: tuple[Gate, ...] = ()
+    denominator: Denominator = "original"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gates", tuple(self.gates))
+        if self.denominator not in ("original", "kept"):
+            raise ValueError(f"denominator={self.denominator!r}; choose original or kept")
+
+    @property
+    def ratios(self) -> set[Ratio]:
+        """The ratios it looks at."""
+        return {a.statistic.ratio for a in (self.weight, *self.gates) if a is not None}
+
+    @torch.no_grad()
+    def __call__(
+        self, logprobs: LogProbs, advantages: Tensor | None = None, all_reduce: AllReduce | None = None
+    ) -> Corrected:
+        """advantages: in the mask's shape, or one per sequence [sequences]; gates with only_negative need them.
+
+        all_reduce: with it, `normalize` divides by the mean over all ranks.
+        """
+        weights, keep = self.on_tokens(logprobs, valid_advantages(logprobs, advantages), all_reduce)
+        return Corrected(logprobs.spread(weights.float()), logprobs.spread(keep), self.denominator)
+
+    def on_tokens(
+        self, logprobs: LogProbs, advantages: Tensor | None, all_reduce: AllReduce | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(weights fp64, keep bool), each [valid tokens]."""
+        keep = torch.ones(len(logprobs.segment), dtype=torch.bool, device=logprobs.mask.device)
+        weights = torch.ones_like(logprobs.segment, dtype=wide(logprobs.mask).dtype)
+        if self.weight is not None:
+            weights = self.weight.of(logprobs, all_reduce)
+            weights = weights if self.weight.statistic.per_token else weights[logprobs.segment]
+        for gate in self.gates:
+            keep &= gate.keep(logprobs, advantages)
+        return weights, keep
+
+
+def valid_advantages(logprobs: LogProbs, advantages: Tensor | None) -> Tensor | None:
+    """Advantages in the mask's shape, [sequences] or [sequences, 1] -> fp64 [valid tokens]."""
+    if advantages is None:
+        return None
+    if advantages.shape == logprobs.mask.shape:
+        return wide(advantages.detach()[logprobs.mask])
+    if advantages.numel() != logprobs.num_sequences or advantages.dim() > 2:
+        raise ValueError(
+            f"advantages have shape {list(advantages.shape)}; give {list(logprobs.mask.shape)} or one per sequence"
+        )
+    return wide(advantages.detach().flatten()[logprobs.segment])
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+TIM: Ratio = "old/rollout"  # training-inference mismatch alone: 1 for exact rollouts
+TOKEN, SEQUENCE, GEOMETRIC = (Statistic(TIM, "log_ratio", how) for how in ("token", "sum", "mean"))  # type: ignore[arg-type]
+
+
+def _rejection(kernel, aggregate, high, ratio: Ratio = TIM, low=None) -> Gate:
+    return Gate(Statistic(ratio, kernel, aggregate), low, high)
+
+
+def opsm(delta: float = 1e-4, ratio: Ratio | None = None) -> Correction:
+    """Off-policy sequence masking (DeepSeek-V3.2): drops A < 0 where mean(log below - log above) > delta.
+
+    The ratio must be named: "current/rollout" sees mismatch and staleness (the paper, TRL), "current/old" staleness
+    alone (Miles). See `opsm_decomposition`.
+    """
+    if ratio is None:
+        raise ValueError("opsm needs its ratio named: 'current/rollout' (mismatch and staleness) or 'current/old'")
+    return Correction(gates=(Gate(Statistic(ratio, "k1", "mean"), high=delta, only_negative=True),))
+
+
+def opsm_decomposition(logprobs: LogProbs) -> tuple[Tensor, Tensor]:
+    """(mismatch, staleness), fp64 [sequences] each: mean(log mu - log pi_old) and mean(log pi_old - log pi).
+
+    Their sum is what OPSM compares with its delta.
+    """
+    return Statistic(TIM, "k1", "mean").of(logprobs), Statistic("current/old", "k1", "mean").of(logprobs)
+
+
+# The printed gate of the VeXact paper is a sum with threshold 0.001, which only makes sense as a mean: K3 of dense
+# models is 1e-5 to 1e-3 per token. `aggregate="sum"` gives the printed reading.
+PRESETS: dict[str, Callable[..., Correction]] = {
+    "none": lambda: Correction(),
+    "token_tis": lambda high=2.0, low=None: Correction(Weight(TOKEN, low, high)),
+    "sequence_tis": lambda high=2.0: Correction(Weight(SEQUENCE, high=high)),
+    "geometric_is": lambda low=0.9999, high=1.0001: Correction(Weight(GEOMETRIC, low, high)),
+    "sequence_is": lambda: Correction(Weight(SEQUENCE)),
+    "icepop": lambda low=0.5, high=5.0: Correction(Weight(TOKEN, low, high, "zero")),
+    "token_mis": lambda high=3.0, low=None: Correction(Weight(TOKEN, low, high, "zero")),
+    "sequence_mis": lambda high=3.0, low=None: Correction(Weight(SEQUENCE, low, high, "zero")),
+    "geo_rs": lambda low=0.999, high=1.001: Correction(gates=(Gate.on_ratio(GEOMETRIC, low, high),)),
+    "k1_sum_rs": lambda bound=0.7: Correction(gates=(_rejection("k1", "sum", bound, low=-bound),)),
+    "k1_mean_rs": lambda bound=0.001: Correction(gates=(_rejection("k1", "mean", bound, low=-bound),)),
+    "k2_sum_rs": lambda high=0.5: Correction(gates=(_rejection("k2", "sum", high),)),
+    "k2_mean_rs": lambda high=0.001: Correction(gates=(_rejection("k2", "mean", high),)),
+    "k3_sum_rs": lambda high=0.5: Correction(gates=(_rejection("k3", "sum", high),)),
+    "k3_mean_rs": lambda high=0.001: Correction(gates=(_rejection("k3", "mean", high),)),
+    "trm": lambda high=0.05, kernel="k3": Correction(gates=(_rejection(kernel, "max", high),)),
+    "veto": lambda low=1e-4: Correction(gates=(Gate.on_ratio(Statistic(TIM, "log_ratio", "min"), low, None),)),
+    "opsm": opsm,
+    "kpop": lambda high=0.1: Correction(gates=(_rejection("binary_kl", "token", high),)),
+    "srs_k3_corr": lambda high=0.001, aggregate="mean": Correction(gates=(_rejection("k3", aggregate, high),)),
+    "srs_k3_ppo": lambda high=0.001, aggregate="mean": Correction(
+        gates=(_rejection("k3", aggregate, high, "current/rollout"),)
+    ),
+    "tis_srs_k1_corr": lambda cap=2.0, high=0.001, aggregate="mean": Correction(
+        Weight(TOKEN, high=cap), (_rejection("k1", aggregate, high),)
+    ),
+    "tis_srs_k3_corr": lambda cap=2.0, high=0.001, aggregate="mean": Correction(
+        Weight(TOKEN, high=cap), (_rejection("k3", aggregate, high),)
+    ),
+}
+
+
+def preset(name: str, **thresholds) -> Correction:
+    """A published correction by name, with its paper's or framework's default thresholds unless given."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown correction {name!r}; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name](**thresholds)

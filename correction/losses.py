@@ -1,0 +1,148 @@
+"""Policy-gradient losses in three modes that differ in which ratio is clipped and where a correction enters.
+
+recompute: ratio current/old; the engine's log-probs are ignored, so that only gates of current/old make sense.
+bypass:    ratio current/rollout; gates may drop tokens. Only REINFORCE takes a weight, of current/rollout.
+decoupled: ratio current/old, times a weight of old/rollout (three policies; Hilton et al., 2022); gates may drop.
+
+Untruncated token weights make decoupled and bypass the same except for where the clip acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .actions import AllReduce, Corrected, Correction, valid_advantages
+from .statistics import CLAMP, LogProbs, Ratio
+
+Mode = Literal["recompute", "bypass", "decoupled"]
+Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+_RATIO: dict[str, Ratio] = {"recompute": "current/old", "bypass": "current/rollout", "decoupled": "current/old"}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """loss: a differentiable scalar. clipped: bool [valid tokens], whose gradient a clip removed. corrected: what the
+    correction did. log_ratio: fp64 [valid tokens], detached, of the ratio in the loss."""
+
+    loss: Tensor
+    clipped: Tensor
+    corrected: Corrected
+    log_ratio: Tensor
+
+
+def policy_loss(
+    logprobs: LogProbs,
+    advantages: Tensor,
+    mode: Mode,
+    kind: Kind = "ppo",
+    correction: Correction | None = None,
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+    aggregation: Aggregation = "token-mean",
+    divisor: float | None = None,
+    normalizer: float | None = None,
+    all_reduce: AllReduce | None = None,
+) -> PolicyLoss:
+    """The loss of one batch, to be minimised. `logprobs.current` carries the gradient.
+
+    advantages: in the mask's shape, or [sequences]. kind: "ppo" (Schulman et al., 2017; GRPO is PPO with a group's
+    advantages), "gspo" (sequence ratio; Zheng et al., 2025), "cispo" (clipped detached ratio; MiniMax, 2025),
+    "reinforce". clip: (low, high), the ratio stays in [1 - low, 1 + high]; dual_clip: for A < 0 the loss stays below
+    -dual_clip * A (Ye et al., 2020). aggregation: verl's names; "-norm" divides sequence sums by `divisor` (Dr. GRPO).
+    normalizer: what to divide by instead of this batch's tokens or sequences, e.g. those of all ranks.
+    Raises ValueError where mode, kind and correction don't go together, or log-probs are missing.
+    """
+    correction = correction or Correction()
+    _check(logprobs, mode, kind, correction, aggregation, divisor)
+    advantage = valid_advantages(logprobs, advantages)
+    assert advantage is not None and logprobs.current is not None
+    with torch.no_grad():
+        weights, keep = correction.on_tokens(logprobs, advantage, all_reduce)
+    current = logprobs.current[logprobs.mask].to(advantage.dtype)
+    if kind == "reinforce":
+        log_ratio = torch.zeros_like(advantage)
+        losses, clipped = -current * advantage, torch.zeros_like(keep)
+    else:
+        reference = logprobs.values(_RATIO[mode].partition("/")[2])
+        log_ratio = current - reference
+        if kind == "gspo":  # the sequence's ratio, with each token's own gradient
+            mean = logprobs.per_sequence(log_ratio.detach(), "mean")[logprobs.segment]
+            log_ratio = mean + current - current.detach()
+        losses, clipped = _clipped(kind, log_ratio, current, advantage, clip, dual_clip)
+    losses = torch.where(keep, losses * weights, 0.0)
+    loss = aggregate(losses, keep, logprobs, aggregation, correction.denominator, divisor, normalizer)
+    corrected = Corrected(logprobs.spread(weights.float()), logprobs.spread(keep), correction.denominator)
+    return PolicyLoss(loss, clipped, corrected, log_ratio.detach())
+
+
+def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor) -> None:
+    for value, choices in ((mode, Mode), (kind, Kind), (aggregation, Aggregation)):
+        if value not in get_args(choices):
+            raise ValueError(f"{value!r}; choose one of {', '.join(get_args(choices))}")
+    if logprobs.current is None:
+        raise ValueError("a loss needs the current policy's log-probs")
+    if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
+        raise ValueError("seq-mean-token-sum-norm needs a divisor, and no other aggregation takes one")
+    weight = None if correction.weight is None else correction.weight.statistic.ratio
+    if mode == "recompute" and (weight is not None or correction.ratios - {"current/old"}):
+        raise ValueError("recompute ignores the rollout's log-probs; a correction needs bypass or decoupled")
+    if mode == "bypass" and weight is not None and kind != "reinforce":
+        raise ValueError(
+            f"bypass puts the mismatch into the clipped ratio of {kind}: a weight would count it twice. "
+            "Use gates only, mode='decoupled', or kind='reinforce'"
+        )
+    expected = "current/rollout" if mode == "bypass" else "old/rollout"
+    if weight is not None and weight != expected:
+        raise ValueError(f"in mode {mode} the weight must be of {expected}, not {weight}")
+
+
+def _clipped(kind, log_ratio, current, advantage, clip, dual_clip) -> tuple[Tensor, Tensor]:
+    low, high = clip
+    ratio = log_ratio.clamp(-CLAMP, CLAMP).exp()
+    inside = ratio.clamp(1 - low, 1 + high)
+    if kind == "cispo":
+        return -inside.detach() * advantage * current, torch.zeros_like(advantage, dtype=torch.bool)
+    losses = torch.maximum(-ratio * advantage, -inside * advantage)
+    clipped = (-inside * advantage > -ratio * advantage).detach()
+    if dual_clip is not None:
+        cap = -dual_clip * advantage
+        capped = (advantage < 0) & (losses.detach() > cap)
+        losses, clipped = torch.where(capped, cap, losses), clipped | capped
+    return losses, clipped
+
+
+def aggregate(losses, keep, logprobs: LogProbs, aggregation, denominator, divisor=None, normalizer=None) -> Tensor:
+    """Tokens' losses [valid tokens], 0 where rejected, to a scalar; finite when all are rejected."""
+    counted = keep if denominator == "kept" else torch.ones_like(keep)
+    tokens = logprobs.per_sequence(counted.to(losses.dtype), "sum")
+    if aggregation == "token-mean":
+        return losses.sum() / (tokens.sum().clamp_min(1) if normalizer is None else normalizer)
+    sequences = (tokens > 0).sum().clamp_min(1) if normalizer is None else normalizer
+    sums = logprobs.per_sequence(losses, "sum")
+    if aggregation == "seq-mean-token-mean":
+        sums = sums / tokens.clamp_min(1)
+    return sums.sum() / (sequences * (divisor or 1.0))
+
+
+def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """C(r) = -(r - 1) A, elementwise: the zero-centred share of a token in the loss; 0 everywhere on policy."""
+    return -log_ratio.clamp(-CLAMP, CLAMP).expm1() * advantages
+
+
+def effective_coefficients(logprobs: LogProbs, advantages: Tensor, mode: Mode, **kwargs) -> Tensor:
+    """dL/dlog pi of every valid token, fp64, by autograd of `policy_loss`; keywords are its own.
+
+    In closed form -w m r A 1[unclipped] / N. What a correction does to an update, without a model.
+    """
+    assert logprobs.current is not None
+    current = logprobs.current.detach().clone().requires_grad_()
+    leaf = LogProbs(logprobs.mask, logprobs.rollout, logprobs.old, current, logprobs.offsets)
+    (gradient,) = torch.autograd.grad(policy_loss(leaf, advantages, mode, **kwargs).loss, current)
+    return gradient[logprobs.mask].to(torch.float64)

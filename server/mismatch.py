@@ -1,0 +1,241 @@
+"""`samebits diagnose` and `samebits calibrate`: files of rollouts to plain numbers. `report.py` shows them."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ..correction import Calibration, Correction, Diagnosis, LogProbs, Traces, calibrate, candidate_grid
+from ..engine.sampling_params import SamplingParams
+from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
+
+TOKENS_PER_BATCH = 1 << 18
+CONTEXT = 12  # tokens shown before a worst token
+
+
+@dataclass
+class Report:
+    """summary: see `Diagnosis.summary`; worst: the tokens with the largest |d|, in context; trainer_gap: the largest
+    |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones."""
+
+    summary: dict[str, Any]
+    survival: tuple[list[float], list[float]]
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    trainer_gap: float | None = None
+
+
+def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> Iterator[tuple[Rollout, np.ndarray]]:
+    """Each rollout with `reference` filled in, and its argmax flips as `Diagnosis.add` takes them."""
+    from ..trainer.rescore import rescore
+
+    waiting: deque[Rollout] = deque()
+
+    def pairs() -> Iterator[tuple[list[int], list[int]]]:
+        for rollout in rollouts:
+            prompt = rollout.prompt_token_ids
+            if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
+                raise RolloutFormatError(
+                    f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids"
+                )
+            waiting.append(rollout)
+            yield prompt.tolist(), rollout.token_ids.tolist()
+
+    for logprobs, best in rescore(model, pairs(), params):
+        rollout = waiting.popleft()
+        rollout.reference = logprobs.double().numpy()
+        top = rollout.top_token_ids
+        unknown = np.full(len(rollout.token_ids), -1)
+        yield rollout, unknown if top is None else np.where(top < 0, -1, top != best.numpy())
+
+
+def packed(rollouts: list[Rollout], rescored: bool) -> LogProbs:
+    """One batch without padding; `old` is the re-scored log-prob where there is one."""
+
+    def joined(name: str) -> torch.Tensor | None:
+        arrays = [getattr(r, name) for r in rollouts]
+        if any(a is None for a in arrays):
+            return None
+        return torch.from_numpy(np.concatenate([np.zeros(0), *arrays]))
+
+    lengths = [len(r.token_ids) for r in rollouts]
+    masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in rollouts]
+    mask = torch.from_numpy(np.concatenate([np.zeros(0, bool), *masks]))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    old = joined("reference") if rescored else joined("old")
+    if old is None:
+        missing = next((r for r in rollouts if r.old is None), None)
+        where = missing.source if missing else "the rollouts"
+        raise RolloutFormatError(
+            f"{where}: no trainer's log-probs; expected old_logprobs, or a --model to re-score with"
+        )
+    return LogProbs(mask, joined("rollout"), old, joined("current"), offsets)
+
+
+def diagnose(
+    path: str | Path, model: Any = None, params: SamplingParams | None = None, worst: int = 20, use_tqdm: bool = True
+) -> Report:
+    """Reads a file of rollouts once, and measures engine against trainer; with a model, against its exact scores."""
+    bar = tqdm(
+        desc="Reading" if model is None else "Scoring", unit="tok", unit_scale=True, delay=2, disable=not use_tqdm
+    )
+    diagnosis, gap = Diagnosis(), None
+    found: list[dict[str, Any]] = []
+    rollouts: Iterable[Rollout] = read_rollouts(path)
+    if model is not None:
+        rollouts_and_flips = scored(rollouts, model, params or SamplingParams())
+    else:
+        rollouts_and_flips = ((r, np.full(len(r.token_ids), -1)) for r in rollouts)
+    for batch, flips in _batches(rollouts_and_flips):
+        lp = packed(batch, model is not None)
+        d = diagnosis.add(lp, torch.from_numpy(flips)[lp.mask])
+        found = heapq.nlargest(worst, [*found, *_worst(batch, lp, d, worst)], key=lambda w: w["abs"])
+        if model is not None and all(r.old is not None for r in batch):
+            trainer = packed(batch, False)
+            difference = (trainer.values("old") - lp.values("old")).abs()
+            gap = max(gap or 0.0, float(difference.max()) if len(difference) else 0.0)
+        bar.update(len(lp.mask))
+    bar.close()
+    return Report(diagnosis.summary(), diagnosis.survival(), found, gap)
+
+
+def _batches(rollouts: Iterable[tuple[Rollout, np.ndarray]]) -> Iterator[tuple[list[Rollout], np.ndarray]]:
+    batch: list[Rollout] = []
+    flips: list[np.ndarray] = []
+    size = 0
+    for rollout, flipped in rollouts:
+        batch.append(rollout)
+        flips.append(flipped)
+        size += len(rollout.token_ids)
+        if size >= TOKENS_PER_BATCH:
+            yield batch, np.concatenate(flips)
+            batch, flips, size = [], [], 0
+    if batch:
+        yield batch, np.concatenate(flips)
+
+
+def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> list[dict[str, Any]]:
+    index = lp.mask.nonzero()[:, 0]
+    assert lp.offsets is not None
+    tokens = []
+    for at in d.abs().topk(min(count, len(d))).indices.tolist():
+        row = int(lp.segment[at])
+        rollout, position = batch[row], int(index[at] - lp.offsets[row])
+        prompt = [] if rollout.prompt_token_ids is None else rollout.prompt_token_ids.tolist()
+        before = [*prompt, *rollout.token_ids[:position].tolist()][-CONTEXT:]
+        tokens.append({
+            "abs": abs(float(d[at])), "rollout_logprob": float(lp.values("rollout")[at]),
+            "trainer_logprob": float(lp.values("old")[at]), "token_id": int(rollout.token_ids[position]),
+            "position": position, "context": before, "source": rollout.source,
+        })  # fmt: skip
+    return tokens
+
+
+def traces(path: str | Path, model: Any = None, params: SamplingParams | None = None) -> Traces:
+    """A whole file in memory. Advantages as recorded, or the reward less its group's mean."""
+    rollouts: Iterable[Rollout] = read_rollouts(path)
+    if model is not None:
+        rollouts = (r for r, _ in scored(rollouts, model, params or SamplingParams()))
+    kept = list(tqdm(rollouts, desc=f"Reading {Path(path).name}", unit="seq", delay=2))
+    if not kept:
+        raise RolloutFormatError(f"{path}: no rollouts; expected at least one")
+    lp = packed(kept, model is not None)
+    names = {g: i for i, g in enumerate(dict.fromkeys(r.group for r in kept if r.group is not None))}
+    grouped = all(r.group is not None for r in kept)
+    groups = torch.tensor([names[r.group] for r in kept if r.group is not None]) if grouped else None
+    return Traces(lp, _advantages(kept, groups, path), groups=groups)
+
+
+def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None, path) -> torch.Tensor:
+    if all(r.advantages is not None for r in rollouts):
+        return torch.from_numpy(np.concatenate([r.advantages for r in rollouts if r.advantages is not None]))
+    lacking = next((r for r in rollouts if r.reward is None), None)
+    if lacking is not None:
+        raise RolloutFormatError(f"{lacking.source}: no advantages and no reward; expected one of them")
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    group = torch.zeros(len(rewards), dtype=torch.long) if groups is None else groups
+    means = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+    counts = torch.bincount(group).clamp_min(1)
+    return rewards - (means.index_add_(0, group, rewards) / counts)[group]
+
+
+def calibrate_files(
+    path: str | Path,
+    reference: str | Path | None,
+    model: Any = None,
+    params: SamplingParams | None = None,
+    mode: str = "decoupled",
+    batch_size: int = 256,
+    seed: int = 0,
+) -> tuple[Calibration, dict[str, Correction]]:
+    """The calibration of a file of traces against one of exact rollouts, and the candidates by name."""
+    engine = traces(path, model, params)
+    truth = None if reference is None else traces(reference, model, params)
+    candidates = candidate_grid(engine.logprobs, mode)  # type: ignore[arg-type]
+    result = calibrate(engine, candidates, truth, mode=mode, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
+    return result, candidates
+
+
+def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> int:
+    """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's."""
+    conversations: list[Any] = []
+    for number, line in enumerate(prompts.read_text().splitlines(), 1):
+        if line.strip():
+            conversations.append(_prompt(llm, line, f"{prompts}:{number}"))
+    outputs = llm.generate(conversations, params)
+
+    def rollouts() -> Iterator[Rollout]:
+        for group, output in enumerate(outputs):
+            for c in output.completions:
+                if c.finish_reason == "error":
+                    raise FloatingPointError(f"prompt {group}: {c.stop_reason}")
+                logprobs, prompt = np.array(c.logprobs), np.array(output.prompt_token_ids)
+                yield Rollout(np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group))
+
+    write_rollouts(out, rollouts())
+    return sum(len(o.completions) for o in outputs)
+
+
+def _prompt(llm: Any, line: str, source: str) -> Any:
+    try:
+        record = json.loads(line)
+        keys = set(record) & {"prompt", "prompt_token_ids", "messages"}
+    except (ValueError, TypeError) as error:
+        raise RolloutFormatError(f"{source}: {error}; expected a JSON object") from error
+    if len(keys) != 1:
+        raise RolloutFormatError(f"{source}: has {sorted(keys)}; expected one of prompt, prompt_token_ids, messages")
+    key = keys.pop()
+    return llm.chat_prompt(record[key]) if key == "messages" else {key: record[key]}
+
+
+def snippets(mode: str, correction: Correction) -> dict[str, str]:
+    """Configuration texts, one a framework, with what its code does otherwise; or that it can't express this."""
+    from ..integrations import corrections as c
+
+    frameworks = {
+        "verl: algorithm.rollout_correction": (c.to_verl, c.from_verl),
+        "TRL: GRPOConfig": (c.to_trl, c.from_trl),
+        "Miles / slime: arguments": (c.to_miles, c.from_miles),
+    }
+    texts = {}
+    for framework, (write, read) in frameworks.items():
+        try:
+            settings = write(mode, correction)  # type: ignore[arg-type]
+        except ValueError as error:
+            texts[framework] = f"# {error}"
+            continue
+        lines = [f"{key}: {value}" for key, value in settings.items()] or ["# the defaults"]
+        texts[framework] = "\n".join(lines + [f"# {note}" for note in read(settings).notes])
+    return texts
+
+
+def as_dict(calibration: Calibration) -> dict[str, Any]:
+    return asdict(calibration)

@@ -1,0 +1,642 @@
+"""Corrections against direct transcriptions of their papers' formulas, and the traps that other implementations met."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from samebits.correction import (
+    PRESETS,
+    Correction,
+    Gate,
+    LogProbs,
+    Statistic,
+    Weight,
+    bias_bound,
+    contribution,
+    coverage,
+    effective_coefficients,
+    opsm_decomposition,
+    policy_loss,
+    preset,
+    prune_logits,
+    safe_set,
+    theory,
+)
+from samebits.correction.statistics import apply_kernel
+
+TABLE_1 = [0.001, 0.0, 0.0, -0.133, 0.0, -0.008, 0.0, 0.0]  # log ratios of the VeXact paper's Table 1
+
+
+def batch(seed=0, rows=6, width=9, spread=0.4, fill=float("nan")):
+    """Padded [B, T] log-probs of three policies with NaN in the padding; lengths differ, one sequence is empty."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([width, 1, 4, 0, 7, width][:rows])
+    mask = torch.arange(width) < lengths[:, None]
+    old = -3 * torch.rand(rows, width, generator=g) - 0.01
+    rollout = (old + spread * torch.randn(rows, width, generator=g)).clamp_max(-1e-3)
+    current = (old + spread * torch.randn(rows, width, generator=g)).clamp_max(-1e-3)
+    advantages = torch.randn(rows, generator=g)
+    padded = [torch.where(mask, t, fill) for t in (rollout, old, current)]
+    return LogProbs(mask, *padded), advantages
+
+
+def packed(lp):
+    """The same batch without padding."""
+    values = [None if t is None else t[lp.mask] for t in (lp.rollout, lp.old, lp.current)]
+    offsets = torch.cat((torch.zeros(1, dtype=torch.long), lp.lengths.cumsum(0)))
+    return LogProbs(torch.ones(int(lp.lengths.sum()), dtype=torch.bool), *values, offsets=offsets)
+
+
+# --- presets, transcribed in numpy ----------------------------------------------------------------------------------
+
+
+def k3(d):
+    return np.exp(d) - 1 - d
+
+
+def binary_kl(log_p, log_q):
+    p, q = np.clip(np.exp(log_p), 1e-6, 1 - 1e-6), np.clip(np.exp(log_q), 1e-6, 1 - 1e-6)
+
+    def kl(a, b):
+        return a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
+
+    return np.maximum(kl(p, q), kl(q, p))
+
+
+def whole(keep, like):
+    return np.full(len(like), bool(keep))
+
+
+# name -> (thresholds, (mu, old, pi, A) -> (weights or None, keep or None)), one sequence at a time
+PAPERS = {
+    "none": ({}, lambda mu, old, pi, a: (None, None)),
+    "token_tis": ({"high": 1.5}, lambda mu, old, pi, a: (np.minimum(np.exp(old - mu), 1.5), None)),
+    "sequence_tis": ({"high": 1.5}, lambda mu, old, pi, a: (whole(1, mu) * min(np.exp((old - mu).sum()), 1.5), None)),
+    "sequence_is": ({}, lambda mu, old, pi, a: (whole(1, mu) * np.exp((old - mu).sum()), None)),
+    "geometric_is": (
+        {"low": 0.9, "high": 1.1},
+        lambda mu, old, pi, a: (whole(1, mu) * np.clip(np.exp((old - mu).mean()), 0.9, 1.1), None),
+    ),
+    "icepop": (
+        {"low": 0.8, "high": 1.3},
+        lambda mu, old, pi, a: (
+            np.where((np.exp(old - mu) >= 0.8) & (np.exp(old - mu) <= 1.3), np.exp(old - mu), 0),
+            None,
+        ),
+    ),
+    "token_mis": (
+        {"high": 1.2},
+        lambda mu, old, pi, a: (np.where(np.exp(old - mu) <= 1.2, np.exp(old - mu), 0), None),
+    ),
+    "sequence_mis": (
+        {"high": 1.2},
+        lambda mu, old, pi, a: (whole(1, mu) * np.exp((old - mu).sum()) * (np.exp((old - mu).sum()) <= 1.2), None),
+    ),
+    "geo_rs": (
+        {"low": 0.9, "high": 1.15},
+        lambda mu, old, pi, a: (None, whole(0.9 <= np.exp((old - mu).mean()) <= 1.15, mu)),
+    ),
+    "k1_sum_rs": ({"bound": 0.5}, lambda mu, old, pi, a: (None, whole(abs((mu - old).sum()) <= 0.5, mu))),
+    "k1_mean_rs": ({"bound": 0.1}, lambda mu, old, pi, a: (None, whole(abs((mu - old).mean()) <= 0.1, mu))),
+    "k2_sum_rs": ({"high": 0.5}, lambda mu, old, pi, a: (None, whole(((old - mu) ** 2 / 2).sum() <= 0.5, mu))),
+    "k2_mean_rs": ({"high": 0.07}, lambda mu, old, pi, a: (None, whole(((old - mu) ** 2 / 2).mean() <= 0.07, mu))),
+    "k3_sum_rs": ({"high": 0.5}, lambda mu, old, pi, a: (None, whole(k3(old - mu).sum() <= 0.5, mu))),
+    "k3_mean_rs": ({"high": 0.07}, lambda mu, old, pi, a: (None, whole(k3(old - mu).mean() <= 0.07, mu))),
+    "trm": ({"high": 0.2}, lambda mu, old, pi, a: (None, whole(k3(old - mu).max() <= 0.2, mu))),
+    "veto": ({"low": 0.6}, lambda mu, old, pi, a: (None, whole(np.exp(old - mu).min() >= 0.6, mu))),
+    "opsm": (
+        {"delta": 0.05, "ratio": "current/rollout"},
+        lambda mu, old, pi, a: (None, whole(not (a < 0 and (mu - pi).mean() > 0.05), mu)),
+    ),
+    "kpop": ({"high": 0.1}, lambda mu, old, pi, a: (None, binary_kl(old, mu) <= 0.1)),
+    "srs_k3_corr": ({"high": 0.07}, lambda mu, old, pi, a: (None, whole(k3(old - mu).mean() <= 0.07, mu))),
+    "srs_k3_ppo": ({"high": 0.07}, lambda mu, old, pi, a: (None, whole(k3(pi - mu).mean() <= 0.07, mu))),
+    "tis_srs_k1_corr": (
+        {"cap": 1.4, "high": 0.1},
+        lambda mu, old, pi, a: (np.minimum(np.exp(old - mu), 1.4), whole((mu - old).mean() <= 0.1, mu)),
+    ),
+    "tis_srs_k3_corr": (
+        {"cap": 1.4, "high": 0.07},
+        lambda mu, old, pi, a: (np.minimum(np.exp(old - mu), 1.4), whole(k3(old - mu).mean() <= 0.07, mu)),
+    ),
+}
+
+
+def test_every_preset_has_its_transcription():
+    assert set(PAPERS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_preset_is_its_papers_formula(name):
+    thresholds, formula = PAPERS[name]
+    kept = []
+    for seed in range(4):
+        lp, advantages = batch(seed)
+        got = preset(name, **thresholds)(lp, advantages)
+        assert got.weights.dtype == torch.float32
+        for i, n in enumerate(lp.lengths.tolist()):
+            if n == 0:
+                continue
+            mu, old, pi = (t[i, :n].double().numpy() for t in (lp.rollout, lp.old, lp.current))
+            weights, keep = formula(mu, old, pi, float(advantages[i]))
+            expected = np.ones(n) if weights is None else weights
+            np.testing.assert_allclose(got.weights[i, :n].numpy(), expected, rtol=1e-6)
+            assert got.keep[i, :n].tolist() == (np.ones(n, bool) if keep is None else keep).tolist()
+            kept += got.keep[i, :n].tolist()
+        assert not got.keep[~lp.mask].any()
+        assert not got.weights[~lp.mask].any()
+    if preset(name, **thresholds).gates:
+        assert 0 < np.mean(kept) < 1, "the thresholds decide nothing: this case proves nothing"
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_padded_and_packed_are_the_same_and_padding_is_never_read(name):
+    correction = preset(name, **PAPERS[name][0])
+    lp, advantages = batch(1)
+    ours, flat = correction(lp, advantages), correction(packed(lp), advantages)
+    assert torch.equal(ours.weights[lp.mask], flat.weights)
+    assert torch.equal(ours.keep[lp.mask], flat.keep)
+    other, _ = batch(1, fill=float("inf"))
+    again = correction(other, advantages)
+    assert torch.equal(ours.weights, again.weights)
+    assert torch.equal(ours.keep, again.keep)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_without_mismatch_a_correction_does_nothing(name):
+    lp, advantages = batch(2)
+    same = LogProbs(lp.mask, lp.old, lp.old, lp.old)
+    result = preset(name, **PAPERS[name][0])(same, advantages)
+    assert result.weights[lp.mask].eq(1).all()
+    assert result.keep[lp.mask].all()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "values"),
+    [
+        ("k3_mean_rs", "high", [0.01, 0.05, 0.1, 1.0]),
+        ("trm", "high", [0.01, 0.1, 1.0]),
+        ("veto", "low", [0.9, 0.5, 0.1]),
+        ("opsm", "delta", [-0.5, 0.0, 0.5]),
+        ("k1_sum_rs", "bound", [0.1, 0.5, 2.0]),
+    ],
+)
+def test_a_looser_threshold_keeps_no_less(name, key, values):
+    extra = {"ratio": "current/rollout"} if name == "opsm" else {}
+    lp, advantages = batch(3)
+    keeps = [preset(name, **{key: v}, **extra)(lp, advantages).keep for v in values]
+    assert all((tight <= loose).all() for tight, loose in itertools.pairwise(keeps))
+    assert keeps[0].sum() < keeps[-1].sum()
+
+
+def test_gates_are_idempotent_and_never_change_weights():
+    lp, advantages = batch(4)
+    gate = Gate(Statistic("old/rollout", "k3", "mean"), high=0.07)
+    weight = Weight(Statistic("old/rollout"), high=1.5)
+    once, twice = Correction(weight, (gate,))(lp, advantages), Correction(weight, (gate, gate))(lp, advantages)
+    assert torch.equal(once.keep, twice.keep)
+    assert not once.keep[lp.mask].all()
+    assert torch.equal(once.weights, Correction(weight)(lp, advantages).weights)
+
+
+def test_the_order_of_tokens_decides_no_sequence_gate():
+    lp, _ = batch(5)
+    flipped = LogProbs(lp.mask.flip(1), *(t.flip(1) for t in (lp.rollout, lp.old, lp.current)))
+    for name in ("geo_rs", "k3_sum_rs", "trm", "veto"):
+        correction = preset(name, **PAPERS[name][0])
+        assert torch.equal(correction(lp).keep, correction(flipped).keep.flip(1))
+
+
+# --- traps that other implementations met ---------------------------------------------------------------------------
+
+
+def test_bounds_of_a_ratio_are_of_that_ratio():
+    """verl compares -log r with [log lo, log hi]: "0.6_1.4" keeps 1.5 and drops 0.65."""
+    ratios = [0.5, 0.65, 0.72, 1.35, 1.5, 1.65]
+    d = torch.tensor([ratios]).log()
+    lp = LogProbs(torch.ones_like(d, dtype=torch.bool), torch.full_like(d, -5.0), d - 5.0)
+    gate = Gate.on_ratio(Statistic("old/rollout"), 0.6, 1.4)
+    assert Correction(gates=(gate,))(lp).keep.tolist() == [[False, True, True, True, False, False]]
+
+
+def test_all_rejected_is_finite_with_zero_gradients():
+    """verl's bypass loss is NaN there."""
+    lp, advantages = batch(6)
+    for aggregation, denominator in itertools.product(
+        ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"), ("original", "kept")
+    ):
+        nothing = Correction(gates=(Gate(Statistic("old/rollout", "abs"), high=-1.0),), denominator=denominator)
+        current = lp.current.clone().requires_grad_()
+        result = policy_loss(
+            LogProbs(lp.mask, lp.rollout, lp.old, current),
+            advantages,
+            "decoupled",
+            correction=nothing,
+            aggregation=aggregation,
+        )
+        assert result.loss == 0
+        result.loss.backward()
+        assert not current.grad.any()
+
+
+def test_the_denominator_is_what_was_asked_for():
+    lp, advantages = batch(7)
+    gate = (Gate(Statistic("old/rollout", "k3", "mean"), high=0.07),)
+    sizes = {}
+    for denominator in ("original", "kept"):
+        got = policy_loss(lp, advantages, "decoupled", correction=Correction(gates=gate, denominator=denominator))
+        sizes[denominator] = float(got.loss)
+    keep = Correction(gates=gate)(lp).keep
+    assert 0 < keep.sum() < lp.mask.sum()
+    assert math.isclose(sizes["original"] * int(lp.mask.sum()), sizes["kept"] * int(keep.sum()), rel_tol=1e-12)
+
+
+def test_a_weight_in_bypass_is_refused_and_not_ignored():
+    """verl's bypass + ppo_clip computes the weights and ignores them."""
+    lp, advantages = batch()
+    with pytest.raises(ValueError, match="count it twice"):
+        policy_loss(lp, advantages, "bypass", correction=preset("token_tis"))
+    with pytest.raises(ValueError, match="recompute ignores"):
+        policy_loss(lp, advantages, "recompute", correction=preset("token_tis"))
+    weight = Correction(Weight(Statistic("current/rollout"), high=2.0))
+    with pytest.raises(ValueError, match="of old/rollout, not current/rollout"):
+        policy_loss(lp, advantages, "decoupled", correction=weight)
+    assert policy_loss(lp, advantages, "bypass", "reinforce", weight).loss.isfinite()
+
+
+def test_opsm_has_no_default_ratio_and_missing_log_probs_raise():
+    """Miles' sees staleness only, TRL falls back to pi_old silently."""
+    with pytest.raises(ValueError, match="ratio named"):
+        preset("opsm")
+    lp, advantages = batch()
+    without = LogProbs(lp.mask, old=lp.old, current=lp.current)
+    with pytest.raises(ValueError, match="'rollout' policy are needed"):
+        preset("opsm", ratio="current/rollout")(without, advantages)
+    with pytest.raises(ValueError, match="give the advantages"):
+        preset("opsm", ratio="current/rollout")(lp)
+
+
+def test_opsm_decomposes_into_mismatch_and_staleness():
+    lp, _ = batch(8)
+    mismatch, staleness = opsm_decomposition(lp)
+    assert torch.allclose(mismatch + staleness, Statistic("current/rollout", "k1", "mean").of(lp), atol=1e-12)
+
+
+def test_k3_of_small_ratios_keeps_its_digits():
+    """exp(d) - 1 - d in fp32 is off by 230 % at 1e-4."""
+    for d in (1e-3, 3e-4, 1e-4, 1e-6):
+        exact = d * d / 2 * (1 + d / 3 + d * d / 12)
+        assert math.isclose(float(apply_kernel("k3", torch.tensor(d, dtype=torch.float64))), exact, rel_tol=1e-4)
+
+
+def test_extreme_ratios_stay_finite():
+    d = torch.tensor([[800.0, -800.0, 0.0]])
+    rollout = torch.full_like(d, -900.0)
+    lp = LogProbs(torch.ones_like(d, dtype=torch.bool), rollout, rollout + d, rollout + d)
+    for name, (thresholds, _) in PAPERS.items():
+        result = preset(name, **thresholds)(lp, torch.tensor([1.0]))
+        assert result.weights.isfinite().all(), name
+    assert Correction(Weight(Statistic("old/rollout")))(lp).weights[0, 0] == pytest.approx(math.exp(20))
+
+
+def test_a_token_that_the_trainer_excludes_counts_as_ratio_0():
+    old = torch.tensor([[-torch.inf, -1.0]])
+    lp = LogProbs(torch.ones(1, 2, dtype=torch.bool), torch.full((1, 2), -1.0), old, old)
+    assert preset("token_tis")(lp).weights[0].tolist() == pytest.approx([math.exp(-20), 1.0])
+    assert not preset("veto")(lp).keep.any()
+    assert Statistic("current/old", "log_ratio").of(lp).tolist() == [0.0, 0.0]
+
+
+def test_weights_are_constants_to_autograd():
+    """Without the detach, verl's gradient gained log pi * grad w."""
+    lp, advantages = batch(9)
+    leaves = [t.clone().requires_grad_() for t in (lp.rollout, lp.old, lp.current)]
+    result = preset("token_tis")(LogProbs(lp.mask, *leaves), advantages)
+    assert not result.weights.requires_grad
+    policy_loss(LogProbs(lp.mask, *leaves), advantages, "decoupled", correction=preset("token_tis")).loss.backward()
+    assert leaves[0].grad is None
+    assert leaves[1].grad is None
+    assert leaves[2].grad[lp.mask].isfinite().all()
+    assert not leaves[2].grad[~lp.mask].any()
+
+
+def test_self_normalisation_divides_by_the_mean_of_the_level_and_of_all_ranks():
+    lp, _ = batch(10)
+    for aggregate in ("token", "sum"):
+        plain = Weight(Statistic("old/rollout", aggregate=aggregate), high=1.5)
+        normal = Weight(plain.statistic, high=1.5, normalize=True)
+        assert torch.allclose(normal.of(lp), plain.of(lp) / plain.of(lp).mean())
+        halves = LogProbs(lp.mask[:3], *(t[:3] for t in (lp.rollout, lp.old, lp.current)))
+        total = torch.stack((plain.of(lp).sum(), torch.tensor(float(len(plain.of(lp))), dtype=torch.float64)))
+        part = Weight.of(normal, halves, lambda _, total=total: total)
+        assert torch.allclose(part, normal.of(lp)[: len(part)])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Gate(Statistic("old/rollout"), 2.0, 0.5), "low < high"),
+        (lambda: Gate(Statistic("old/rollout")), "needs a bound"),
+        (lambda: Gate(Statistic("old/rollout", "k3"), low=0.1), "only an upper bound"),
+        (lambda: Gate.on_ratio(Statistic("old/rollout", "k1"), 0.5, 2.0), "need the kernel 'log_ratio'"),
+        (lambda: Gate.on_ratio(Statistic("old/rollout"), -1.0, 2.0), "positive"),
+        (lambda: Gate(Statistic("old/rollout"), float("nan"), 1.0), "low < high"),
+        (lambda: Weight(Statistic("old/rollout", "k3")), "exponential of a log ratio"),
+        (lambda: Weight(Statistic("old/rollout", aggregate="max")), "exponential of a log ratio"),
+        (lambda: Weight(Statistic("old/rollout"), outside="drop"), "choose clip, zero or keep"),
+        (lambda: Statistic("rollout/old"), "choose one of old/rollout"),
+        (lambda: Statistic("old/rollout", "k4"), "choose one of"),
+        (lambda: Correction(denominator="all"), "choose original or kept"),
+        (lambda: preset("tis"), "choose one of none, token_tis"),
+        (lambda: LogProbs(torch.ones(2, 3), old=torch.zeros(2, 4)), r"\[2, 4\]"),
+        (lambda: LogProbs(torch.ones(2, 3), old=torch.zeros(2, 3, dtype=torch.long)), "floating"),
+        (lambda: LogProbs(torch.ones(2, 3), old=torch.full((2, 3), torch.nan)), "6 non-finite"),
+        (lambda: LogProbs(torch.ones(2, 3), rollout=torch.full((2, 3), -torch.inf)), "non-finite"),
+        (lambda: LogProbs(torch.ones(6), old=torch.zeros(6)), "offsets"),
+        (lambda: LogProbs(torch.ones(6), offsets=torch.tensor([0, 4])), "from 0 to the number of tokens, 6"),
+        (lambda: LogProbs(torch.ones(6), offsets=torch.tensor([0, 4, 2, 6])), "not decrease"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["recompute", "bypass", "decoupled"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_gradient_is_the_closed_form(mode, gated):
+    """dL/dlog pi = -w m r A 1[unclipped] / N."""
+    lp, advantages = batch(11, spread=0.3)
+    gates = (Gate(Statistic("old/rollout", "k3", "mean"), high=0.05),) if gated and mode != "recompute" else ()
+    weight = Weight(Statistic("old/rollout"), high=1.2) if mode == "decoupled" else None
+    correction = Correction(weight, gates)
+    got = effective_coefficients(lp, advantages, mode, correction=correction, clip=(0.2, 0.28))
+    a = advantages.double()[lp.segment]
+    below = lp.values("rollout" if mode == "bypass" else "old")
+    r = (lp.values("current") - below).exp()
+    w, m = correction.on_tokens(lp, a)
+    clipped = ((a > 0) & (r > 1.28)) | ((a < 0) & (r < 0.8))
+    expected = -w * m * r * a * ~clipped / len(a)
+    assert clipped.any()
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-9)  # autograd leaves in fp32
+
+
+def test_decoupled_with_whole_weights_is_bypass_but_for_the_clip():
+    lp, advantages = batch(12)
+    open_clip = {"clip": (1.0, 1e9)}
+    whole_weight = Correction(Weight(Statistic("old/rollout")))
+    decoupled = effective_coefficients(lp, advantages, "decoupled", correction=whole_weight, **open_clip)
+    bypass = effective_coefficients(lp, advantages, "bypass", **open_clip)
+    assert torch.allclose(decoupled, bypass, rtol=1e-5)
+
+
+def test_on_policy_every_loss_has_the_gradient_of_reinforce():
+    lp, advantages = batch(13)
+    here = LogProbs(lp.mask, lp.old, lp.old, lp.old)
+    expected = effective_coefficients(here, advantages, "recompute", kind="reinforce")
+    for kind, mode in itertools.product(("ppo", "gspo", "cispo"), ("recompute", "bypass", "decoupled")):
+        assert torch.allclose(effective_coefficients(here, advantages, mode, kind=kind), expected, rtol=1e-5), kind
+
+
+def test_dual_clip_caps_the_loss_of_bad_samples_alone():
+    old = torch.full((1, 2), -3.0)
+    current = old + torch.tensor([[math.log(5.0), math.log(5.0)]])
+    lp = LogProbs(torch.ones(1, 2, dtype=torch.bool), old, old, current)
+    advantages = torch.tensor([[-1.0, 1.0]])
+    e = effective_coefficients(lp, advantages, "recompute", dual_clip=3.0)
+    assert e.tolist() == [0.0, 0.0]  # A < 0: r = 5 > 3; A > 0: r > 1.2
+    e = effective_coefficients(lp, advantages, "recompute", dual_clip=6.0)
+    assert e.tolist() == pytest.approx([2.5, 0.0], rel=1e-5)
+
+
+def test_gspo_clips_whole_sequences():
+    old = torch.full((2, 2), -3.0)
+    current = old + torch.tensor([[0.5, -0.45], [0.5, 0.3]])
+    lp = LogProbs(torch.ones(2, 2, dtype=torch.bool), old, old, current)
+    e = effective_coefficients(lp, torch.ones(2), "recompute", kind="gspo", clip=(0.2, 0.2))
+    s = math.exp(0.025)
+    assert e.tolist() == pytest.approx([-s / 4, -s / 4, 0.0, 0.0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_aggregations_against_loops(aggregation):
+    lp, advantages = batch(14)
+    extra = {"divisor": 8.0} if aggregation.endswith("norm") else {}
+    got = policy_loss(lp, advantages, "recompute", aggregation=aggregation, **extra).loss
+    rows = []
+    for i, n in enumerate(lp.lengths.tolist()):
+        r = (lp.current[i, :n].double() - lp.old[i, :n].double()).exp()
+        a = advantages[i].double()
+        rows.append(-torch.minimum(r * a, r.clamp(0.8, 1.2) * a))
+    full = [r for r in rows if len(r)]
+    expected = {
+        "token-mean": torch.cat(full).mean(),
+        "seq-mean-token-mean": sum(r.mean() for r in full) / len(full),
+        "seq-mean-token-sum": sum(r.sum() for r in full) / len(full),
+        "seq-mean-token-sum-norm": sum(r.sum() for r in full) / len(full) / 8,
+    }[aggregation]
+    assert float(got) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_micro_batches_with_a_normalizer_sum_to_the_batch():
+    lp, advantages = batch(15)
+    tokens = float(lp.mask.sum())
+    parts = [
+        policy_loss(
+            LogProbs(lp.mask[s], *(t[s] for t in (lp.rollout, lp.old, lp.current))),
+            advantages[s],
+            "recompute",
+            normalizer=tokens,
+        ).loss
+        for s in (slice(0, 2), slice(2, 6))
+    ]
+    assert float(sum(parts)) == pytest.approx(float(policy_loss(lp, advantages, "recompute").loss), rel=1e-12)
+
+
+def test_contribution_is_zero_on_policy_and_has_the_gradient_of_the_surrogate():
+    d = torch.tensor([-0.3, -0.1, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
+    c = contribution(d, torch.ones(4))
+    assert c[2] == 0
+    assert torch.allclose(torch.autograd.grad(c.sum(), d)[0], -d.exp())
+
+
+# --- theory and published numbers -----------------------------------------------------------------------------------
+
+
+def test_published_numbers():
+    assert pytest.approx(7.316, abs=5e-4) == 1.01**200
+    assert pytest.approx(17292.6, abs=0.05) == 1.05**200
+    assert pytest.approx(13780.6, abs=0.05) == 1.1**100
+    one_token = LogProbs(
+        torch.ones(1, 200, dtype=torch.bool), torch.zeros(1, 200), torch.full((1, 200), math.log(1.01))
+    )
+    assert float(Weight(Statistic("old/rollout", aggregate="sum")).of(one_token)) == pytest.approx(1.01**200, rel=1e-5)
+    for chi2, c in ((1.0, 2.0), (3.5, 3.0), (11.5, 5.0)):
+        assert theory.optimal_truncation(chi2) == pytest.approx(c)
+        assert theory.truncation_objective(3.0, chi2, c) == pytest.approx(4 * 9 * (1 + chi2))
+        assert all(
+            theory.truncation_objective(3.0, chi2, c * f) > theory.truncation_objective(3.0, chi2, c)
+            for f in (0.9, 1.1)
+        )
+    assert pytest.approx(1677.7, abs=0.05) == 4096**2 * 1e-4  # T^2 delta: the trust region's bound
+
+
+def test_table_1_of_vexact():
+    d = torch.tensor([TABLE_1])
+    lp = LogProbs(torch.ones_like(d, dtype=torch.bool), torch.full_like(d, -1.0), d - 1.0)
+    of = lambda *a: float(Statistic("old/rollout", *a).of(lp))  # noqa: E731
+    assert of("k1", "mean") == pytest.approx(0.0175, abs=5e-5)
+    assert of("k3", "sum") == pytest.approx(0.0085, abs=5e-5)
+    assert of("k3", "mean") == pytest.approx(0.00106, abs=5e-6)
+    assert math.exp(of("log_ratio", "sum")) == pytest.approx(0.869, abs=5e-4)
+    assert math.exp(of("log_ratio", "mean")) == pytest.approx(0.9827, abs=5e-5)
+    rho = d.double().exp()[0]
+    assert float(rho.square().mean() - 1) == pytest.approx(-0.031, abs=5e-4)  # the plug-in is negative ...
+    assert float(theory.self_normalized_chi2(rho)) > 0  # ... and this can't be
+    assert not preset("srs_k3_corr", aggregate="sum")(lp).keep.any()  # the two readings of the paper's gate
+    assert not preset("srs_k3_corr")(lp).keep.any()
+    assert preset("srs_k3_corr", high=0.0011)(lp).keep.all()
+
+
+def test_ess_and_chi2_are_two_names_of_one_thing():
+    weights = torch.rand(1000, dtype=torch.float64) + 0.1
+    ess, chi2 = theory.effective_sample_size(weights), theory.self_normalized_chi2(weights)
+    assert float(ess / 1000) == pytest.approx(float(1 / (1 + chi2)), rel=1e-12)
+    assert theory.effective_sample_size(torch.zeros(5)) == 0
+
+
+def test_feasibility_law_for_gaussian_log_ratios():
+    """d ~ N(-s^2/2, s^2) per token makes E[rho] = 1, K3 = s^2/2 and chi2 = exp(s^2 T) - 1 exactly."""
+    g = torch.Generator().manual_seed(0)
+    s, length = 0.05, 100
+    d = s * torch.randn(200_000, length, generator=g, dtype=torch.float64) - s * s / 2
+    measured = float(theory.self_normalized_chi2(d.sum(1).exp()))
+    assert theory.predicted_chi2(s * s / 2, length) == pytest.approx(math.expm1(s * s * length))
+    assert measured == pytest.approx(theory.predicted_chi2(s * s / 2, length), rel=0.05)
+    assert theory.predicted_chi2(1e-3, 8192) == pytest.approx(1.3e7, rel=0.02)
+    assert theory.predicted_chi2(1.0, 1e9) == math.inf
+
+
+def enumerate_toy(seed, vocab=3, length=4, spread=0.5):
+    """All sequences of two Markov policies: log-probs [S, T] under pi and mu, rewards, scores, the largest token TV."""
+    g = torch.Generator().manual_seed(seed)
+    theta = torch.randn(vocab + 1, vocab, generator=g, dtype=torch.float64)
+    log_pi = theta.log_softmax(-1)
+    log_mu = (theta + spread * torch.randn(theta.shape, generator=g, dtype=torch.float64)).log_softmax(-1)
+    tokens = torch.tensor(list(itertools.product(range(vocab), repeat=length)))
+    previous = torch.cat((torch.full((len(tokens), 1), vocab), tokens[:, :-1]), 1)
+    pi, mu = log_pi[previous, tokens], log_mu[previous, tokens]
+    reward = torch.rand(len(tokens), generator=g, dtype=torch.float64)
+    one_hot = torch.nn.functional.one_hot
+    step = one_hot(tokens, vocab).double() - log_pi.exp()[previous]
+    score = (one_hot(previous, vocab + 1)[..., None] * step[..., None, :]).flatten(2)  # d log pi / d theta
+    delta = float(theory.total_variation(log_pi.exp(), log_mu.exp()).max())
+    return pi, mu, reward, score, delta
+
+
+def test_bounds_hold_on_toys_with_every_sequence_enumerated():
+    for seed in range(20):
+        pi, mu, reward, score, delta = enumerate_toy(seed)
+        p, q = pi.sum(1).exp(), mu.sum(1).exp()
+        rho = p / q
+        f = reward[:, None] * score.sum(1)
+        k = float(f.norm(dim=1).max())
+        per_token = reward[:, None, None] * score
+        k_token = float(per_token.norm(dim=2).max())
+        chi2, tv = float(theory.chi2(p, q)), float(theory.total_variation(p, q))
+        exact = p @ f
+
+        def check(bound, estimate, q=q, exact=exact):
+            bias = float((q @ estimate - exact).norm())
+            second = float(q @ estimate.square().sum(1))
+            assert bias <= bound.bias * (1 + 1e-9) + 1e-12
+            assert second <= bound.variance * (1 + 1e-9)
+
+        length = pi.shape[1]
+        ratios = (pi - mu).exp()
+        chi2_token = float((ratios.square() * 1.0).max())  # crude, but an upper bound of every conditional one
+        check(theory.uncorrected(k, tv), f)
+        check(theory.sequence_is(k, chi2), rho[:, None] * f)
+        token = (ratios[:, :, None] * per_token).sum(1)
+        check(theory.token_is(k_token, length, delta, chi2_token), token)
+        for c in (0.8, 1.5, 3.0):
+            check(theory.sequence_tis(k, chi2, c), rho.clamp_max(c)[:, None] * f)
+            check(theory.sequence_mis(k, chi2, c), torch.where(rho <= c, rho, 0.0)[:, None] * f)
+            check(
+                theory.token_tis(k_token, length, delta, chi2_token, c),
+                (ratios.clamp_max(c)[:, :, None] * per_token).sum(1),
+            )
+            keep = (pi - mu).mean(1).abs() <= 0.1 * c
+            check(theory.rejection(k, tv, float(p[~keep].sum())), keep[:, None] * f)
+
+
+# --- dynamic vocabulary pruning -------------------------------------------------------------------------------------
+
+
+def test_pruning_keeps_what_min_p_keeps_wherever_the_logits_lie():
+    """A fill of -50 stops working where logits sit near -50."""
+    z = 3 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0))
+    rho = 1e-2
+    p = z.double().softmax(-1)
+    expected = p >= rho * p.amax(-1, keepdim=True)
+    exact = (z.double().masked_fill(~expected, -torch.inf)).log_softmax(-1)
+    for shift in (0.0, 30.0, -60.0, 1000.0):
+        moved = z + shift
+        assert torch.equal(safe_set(moved, rho), safe_set(moved, rho))
+        inside = prune_logits(moved, rho).double().log_softmax(-1)[expected]
+        assert (inside - exact[expected]).abs().max() < 2e-4  # fp32 logits around 1000 carry 6e-5
+    assert torch.equal(safe_set(z, rho), expected)
+    assert torch.equal(prune_logits(z, 0.0), z)
+
+
+def test_pruning_has_no_gradient_through_its_set_and_reports_its_bias():
+    z = torch.randn(4, 30, requires_grad=True)
+    prune_logits(z, 0.05).log_softmax(-1)[:, 3].sum().backward()
+    assert not z.grad[~safe_set(z, 0.05)].any()
+    mass = coverage(z, 0.05)
+    p = z.detach().double().softmax(-1)
+    pruned = torch.where(safe_set(z, 0.05), p, 0.0)
+    tv = theory.total_variation(pruned / pruned.sum(-1, keepdim=True), p)
+    assert torch.allclose(1 - mass, tv)
+    assert bias_bound(mass, 2.0, 10) == pytest.approx(20 * float(tv.max()))
+    with pytest.raises(ValueError, match="at most 1"):
+        safe_set(z, 1.5)
+
+
+def test_pruned_trainer_equals_the_engine_with_min_p(checkpoint):
+    """`token_logprobs(min_p=rho)` is the trainer's side of pruning; `prune_logits` the same up to rounding."""
+    from samebits import LLM, SamplingParams
+    from samebits.trainer import exact_model, token_logprobs
+
+    path, rho = checkpoint("llama"), 0.02
+    params = SamplingParams(min_p=rho, max_tokens=20, seed=1)
+    out = LLM(path, kv_cache_memory_bytes=2**22).generate([[5, 6, 7]], params, use_tqdm=False)[0]
+    sequence = [5, 6, 7, *out.completions[0].token_ids]
+    model = exact_model(path)
+    with torch.no_grad():
+        ours = token_logprobs(model, [sequence], params)[0][3:]
+        logits = model(torch.tensor([sequence])).logits[0, 2:-1]
+    assert ours.tolist() == out.completions[0].logprobs
+    pruned = prune_logits(logits.double(), rho).log_softmax(-1).gather(1, torch.tensor(sequence[3:])[:, None])[:, 0]
+    assert torch.allclose(pruned.float(), ours, atol=1e-5)
+
+
+def test_correction_stands_alone():
+    code = """
+import sys
+import samebits.correction
+loaded = [m for m in sys.modules if m.startswith("samebits.") and not m.startswith("samebits.correction")]
+assert not loaded, loaded
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
