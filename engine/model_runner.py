@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
+from ..model import attention
 from ..model.exact import ExactLinear, LMHead, SharedInput
 from ..scheduler import Batch
 from .request import Sample, SampledToken
@@ -42,6 +43,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, num_blocks: int):
         self.model = model
+        model.set_attn_implementation(attention.NAME)  # pages have no other
         self.kernels = ops.backend(model.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
         self.kv_caches = self.new_kv_caches(model, num_blocks)

@@ -146,7 +146,7 @@ def check_config(config) -> None:
 def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "fma") -> PreTrainedModel:
     """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
 
-    exact=False keeps torch's own linears, norms and activations: a control, whose bits depend on the batch. Raises
+    exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
     UnsupportedModelError, naming the module, before anything is changed.
     """
     check_config(model.config)
@@ -177,7 +177,8 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         if new is ExactMLP:
             module.activation = model.config.hidden_act
         module.__class__ = new
-    model.set_attn_implementation(attention.NAME)
+    if exact:
+        model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False
     base: Any = model.base_model
     base.register_forward_pre_hook(_refuse_padding, with_kwargs=True)

@@ -127,9 +127,12 @@ def test_smollm2_no_schedule_changes_a_bit(smollm2):
     assert [(c.token_ids, c.logprobs) for c in first.completions] == oracle(model, prompt, params, eos=(2,))
 
 
-def test_negative_control_without_exact_ops_bits_differ(checkpoint):
+@pytest.mark.parametrize("attention", ["samebits", "sdpa"])
+def test_negative_control_without_exact_ops_bits_differ(checkpoint, attention):
+    """With torch's linears and norms alone, and with its attention in the trainer too."""
     path = checkpoint("llama", hidden_size=320, intermediate_size=768, num_attention_heads=16)
     model = exact_model(path, exact=False)
+    model.set_attn_implementation(attention)
     rng = random.Random(0)
     prompts = [[rng.randrange(1001) for _ in range(rng.randint(20, 60))] for _ in range(6)]
     llm = LLM(path, exact=False, max_num_batched_tokens=37)
