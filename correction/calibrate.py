@@ -265,7 +265,7 @@ def _compare(gradients: list[Tensor], target: Tensor, batch: float, resamples: i
     rows, resampled = [], []
     for gradient in gradients:
         cosine, scale, direction, noise = _alignment(_moments(gradient, counts), truth, batch)
-        boot = cosine[1:]
+        boot = cosine[1:] - cosine[1:].median() + cosine[0]  # noise is taken off twice there: the spread counts
         low, high = (float(v) for v in boot.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)))
         rows.append(_Alignment(float(cosine[0]), (low, high), float(scale[0]), float(direction[0]), float(noise[0])))
         resampled.append(boot)

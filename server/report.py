@@ -205,8 +205,11 @@ def calibration_plot(calibration: Calibration) -> bytes:
         axes[0].plot(cosine, row, "o", color="tab:blue")
     axes[0].set_yticks(range(len(ranked)), [name for name, *_ in ranked], fontsize=8)
     axes[0].set(xlabel="expected cosine with the exact gradient", title="alignment of one batch's update")
-    for a in calibration.assessments:
-        axes[1].plot([10 * (i + 1) for i in range(len(a.accepted_by_length))], a.accepted_by_length, alpha=0.5)
+    rejecting = [a for a in calibration.assessments if a.accepted_sequences < 0.95]
+    for a in sorted(rejecting, key=lambda a: -a.accepted_sequences)[:8]:
+        axes[1].plot([10 * (i + 1) for i in range(len(a.accepted_by_length))], a.accepted_by_length, label=a.name)
+    if rejecting:
+        axes[1].legend(fontsize=7)
     axes[1].set(
         xlabel="length, percentile", ylabel="share of sequences kept", ylim=(-0.05, 1.05), title="acceptance by length"
     )
