@@ -4,7 +4,7 @@ Stands alone: torch is all it imports.
 """
 
 from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
-from .calibrate import Assessment, Calibration, Traces, calibrate, candidate_grid
+from .calibrate import Assessment, Calibration, Traces, Verdict, calibrate, candidate_grid
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .pruning import bias_bound, coverage, prune_logits, safe_set
@@ -22,6 +22,7 @@ __all__ = [
     "PolicyLoss",
     "Statistic",
     "Traces",
+    "Verdict",
     "Weight",
     "bias_bound",
     "calibrate",

@@ -49,7 +49,8 @@ class Weight:
         elif self.outside == "zero":
             raw = torch.where((raw >= low) & (raw <= high), raw, 0.0)
         if self.normalize:
-            total = torch.stack((raw.sum(), wide(torch.ones_like(raw)).sum()))
+            counted = raw if self.statistic.per_token else raw[logprobs.lengths > 0]
+            total = torch.stack((counted.sum(), counted.new_tensor(float(len(counted)))))
             weight, count = total if all_reduce is None else all_reduce(total)
             raw = raw / (weight / count.clamp_min(1)).clamp_min(1e-8)
         return raw
@@ -170,6 +171,10 @@ def valid_advantages(logprobs: LogProbs, advantages: Tensor | None) -> Tensor | 
     if advantages is None:
         return None
     if advantages.shape == logprobs.mask.shape:
+        if advantages.dim() == 1 and len(advantages) == logprobs.num_sequences and (logprobs.lengths != 1).any():
+            raise ValueError(
+                "as many advantages as tokens and as sequences; give [sequences, 1], or drop empty sequences"
+            )
         return wide(advantages.detach()[logprobs.mask])
     if advantages.numel() != logprobs.num_sequences or advantages.dim() > 2:
         raise ValueError(

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from .actions import GEOMETRIC, TIM, Correction, preset, valid_advantages
+from .alignment import Comparison, compare
 from .diagnose import PROBABILITY_EDGES
 from .losses import Mode, contribution, effective_coefficients
 from .statistics import LogProbs, Statistic, exp
 from .theory import effective_sample_size, optimal_truncation, self_normalized_chi2
 
 MARGIN = 0.01  # expected cosines closer than this are the same for practice
+_FEWEST_UNITS = 10  # below, a bootstrap means nothing
+_WIDEST = 5  # margins: half of the widest interval of the best cosine that is still worth a choice
 
 
 @dataclass(frozen=True)
 class Traces:
     """Scored sequences: log-probs (rollout, old, and current where it has moved since), advantages in the mask's shape
     or [sequences], and optionally sketch [valid tokens, F], anything linear in grad log pi (e.g. a random projection),
-    and groups int64 [sequences], which are resampled together (samples of one prompt).
-
-    Without a sketch, the coefficients' sums by token probability and sign of the advantage stand for the gradient.
+    and groups int64 [sequences]: sequences of one prompt. They are resampled together, and an equal number in traces
+    and reference means the same prompt.
     """
 
     logprobs: LogProbs
@@ -45,30 +47,40 @@ class Traces:
         lp = self.logprobs
         return self if lp.current is not None else replace(self, logprobs=replace(lp, current=lp.old))
 
-    def features(self) -> Tensor:
-        """fp64 [valid tokens, F]."""
-        if self.sketch is not None:
-            return self.sketch.double()
+    def units(self) -> tuple[Tensor, Tensor]:
+        """What is resampled: (names int64 [units], int64 [sequences] the unit of each)."""
+        names = torch.arange(self.logprobs.num_sequences) if self.groups is None else self.groups
+        return torch.unique(names, return_inverse=True)
+
+    def bins(self) -> Tensor:
+        """int64 [valid tokens]: the token's probability under `old` and its advantage's sign."""
         edges = torch.tensor(PROBABILITY_EDGES, dtype=torch.float64)
         bins = torch.bucketize(self.logprobs.values("old").exp(), edges, right=True)
         advantages = valid_advantages(self.logprobs, self.advantages)
         assert advantages is not None
-        index = 2 * bins + (advantages < 0)
-        return torch.nn.functional.one_hot(index, 2 * (len(edges) + 1)).double()
+        return 2 * bins + (advantages < 0)
 
-    def contributions(self, coefficients: Tensor, features: Tensor) -> Tensor:
-        """fp64 [units, F]: a sequence's sum over its tokens, for a group the mean of its sequences."""
-        lp = self.logprobs
-        unit = lp.segment if self.groups is None else torch.unique(self.groups, return_inverse=True)[1][lp.segment]
-        count = lp.num_sequences if self.groups is None else int(unit.max()) + 1
-        out = torch.zeros(count, features.shape[1], dtype=torch.float64)
-        return out.index_add_(0, unit, coefficients[:, None] * features) / (lp.num_sequences / count)
+    def profile(self, coefficients: Tensor, bins: Tensor) -> Tensor:
+        """fp64 [2 * probability bins]: a sequence's mean sum of coefficients."""
+        width = 2 * (len(PROBABILITY_EDGES) + 1)
+        return torch.bincount(bins, weights=coefficients, minlength=width) / max(1, self.logprobs.num_sequences)
+
+    def gradients(self, coefficients: Tensor) -> Tensor:
+        """fp64 [units, F]: sum of coefficient * sketch over a sequence's tokens; for a group the sequences' mean."""
+        assert self.sketch is not None
+        names, unit = self.units()
+        out = torch.zeros(len(names), self.sketch.shape[1], dtype=torch.float64)
+        out.index_add_(0, unit[self.logprobs.segment], coefficients[:, None] * self.sketch.double())
+        return out * (len(names) / self.logprobs.num_sequences)
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """What one candidate does to an update. cosine, scale and direction are None without a reference; `interval` is the
-    bootstrap's 90 % of the cosine. intervention: sum |e - e_uncorrected| / sum |e_uncorrected|, 0 for no correction."""
+    """What one candidate does to an update. intervention: sum |e - e_uncorrected| / sum |e_uncorrected|.
+
+    With a reference: coefficient_error: sum |mean coefficient - its own| over bins of token probability and sign of the
+    advantage, relative; cosine, scale, direction, noise as above; interval: the bootstrap's 90 % of the cosine.
+    """
 
     name: str
     accepted_tokens: float
@@ -82,6 +94,7 @@ class Assessment:
     intervention: float
     contribution_positive: float
     contribution_negative: float
+    coefficient_error: float | None = None
     cosine: float | None = None
     interval: tuple[float, float] | None = None
     scale: float | None = None
@@ -90,16 +103,23 @@ class Assessment:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """recommended: None where the data can't tell, and then perhaps how many sequences could."""
+
+    reason: str
+    recommended: str | None = None
+    runner_up: str | None = None
+    needed_sequences: int | None = None
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """`recommended` is None where the data can't tell; `reason` says why in either case."""
+    """All candidates, the verdict, and chi2 of a sequence's weights with C* = sqrt(2 (1 + chi2)) beside the optima."""
 
     assessments: list[Assessment]
-    recommended: str | None
-    runner_up: str | None
-    reason: str
+    verdict: Verdict
     chi2_sequence: float
     optimal_truncation: float
-    needed_sequences: int | None = None
     optima: dict[str, tuple[str, str, str]] | None = None  # family -> best, and the 90 % of resampled bests
 
 
@@ -110,7 +130,7 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
     logprobs = logprobs if logprobs.current is not None else replace(logprobs, current=logprobs.old)
     grid = {"none": Correction()}
     if mode == "decoupled":
-        chi2 = self_normalized_chi2(exp(Statistic(TIM, aggregate="sum").of(logprobs)))
+        chi2 = self_normalized_chi2(exp(Statistic(TIM, aggregate="sum").of(logprobs))[logprobs.lengths > 0])
         star = optimal_truncation(max(0.0, float(chi2)))
         grid |= {f"token_tis@{c:g}": preset("token_tis", high=c) for c in (1.5, 2.0, 3.0, 5.0)}
         grid |= {f"sequence_tis@{c:.3g}": preset("sequence_tis", high=c) for c in sorted({1.5, 2.0, 3.0, 5.0, star})}
@@ -128,7 +148,8 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
         ),
     }
     for family, (statistic, build) in gates.items():
-        values = statistic.of(logprobs)[logprobs.lengths > 0].abs().sort().values
+        values = statistic.of(logprobs)[logprobs.lengths > 0]
+        values = (values if family == "opsm" else values.abs()).sort().values  # opsm has an upper bound only
         for q in (0.5, 0.75, 0.9, 0.99):
             bound = float(values[int(q * (len(values) - 1))]) if len(values) else 0.0
             if bound > 0:
@@ -158,41 +179,47 @@ def calibrate(
         raise ValueError("no candidates to assess")
     traces = traces.on_policy()
     lp = traces.logprobs
-    sequence_weights = exp(lp.per_sequence(lp.log_ratio("old/rollout"), "sum"))
+    if not len(lp.segment):
+        raise ValueError("no valid tokens to calibrate with")
+    sequence_weights = exp(lp.per_sequence(lp.log_ratio("old/rollout"), "sum"))[lp.lengths > 0]
     chi2 = max(0.0, float(self_normalized_chi2(sequence_weights)))
+    star = optimal_truncation(chi2)
+    coefficients = [_coefficients(traces, mode, c) for c in candidates.values()]
     base = _coefficients(traces, mode, Correction())
-    features = traces.features()
-    assessments, gradients = [], []
-    for name, correction in candidates.items():
-        coefficients = _coefficients(traces, mode, correction)
-        assessments.append(_assess(name, correction, traces, coefficients, base))
-        gradients.append(traces.contributions(coefficients, features))
+    assessments = [
+        _assess(name, c, traces, e, base) for (name, c), e in zip(candidates.items(), coefficients, strict=True)
+    ]
     if reference is None:
         reason = "no exact rollouts to compare with: a bias can't be measured from the engine's own samples"
-        return Calibration(assessments, None, None, reason, chi2, optimal_truncation(chi2))
+        return Calibration(assessments, Verdict(reason), chi2, star)
     truth = reference.on_policy()
-    target = truth.contributions(_coefficients(truth, "recompute", Correction()), truth.features())
-    if target.shape[1] != features.shape[1]:
-        raise ValueError(f"sketches differ in width: {features.shape[1]} and {target.shape[1]}")
-    ratio = lp.num_sequences / len(gradients[0])  # sequences per resampled unit
-    found = _compare(gradients, target, batch_size / ratio, resamples, seed)
+    exact, bins = _coefficients(truth, "recompute", Correction()), traces.bins()
+    profile = truth.profile(exact, truth.bins())
+    errors = [
+        (traces.profile(e, bins) - profile).abs().sum() / profile.abs().sum().clamp_min(1e-300) for e in coefficients
+    ]
+    assessments = [replace(a, coefficient_error=float(e)) for a, e in zip(assessments, errors, strict=True)]
+    if traces.sketch is None or truth.sketch is None:
+        reason = "no gradients to compare: give both sides a sketch of grad log pi (on the command line, a --model)"
+        return Calibration(assessments, Verdict(reason), chi2, star)
+    if traces.sketch.shape[1] != truth.sketch.shape[1]:
+        raise ValueError(f"sketches differ in width: {traces.sketch.shape[1]} and {truth.sketch.shape[1]}")
+    (ours, _), (theirs, _) = traces.units(), truth.units()
+    paired = traces.groups is not None and truth.groups is not None and torch.equal(ours, theirs)
+    batch = batch_size * len(ours) / lp.num_sequences
+    found = compare([traces.gradients(e) for e in coefficients], truth.gradients(exact), paired, batch, resamples, seed)
     assessments = [
         replace(
-            a,
-            cosine=_clamp(c.cosine),
-            interval=(_clamp(c.interval[0]), _clamp(c.interval[1])),
-            scale=c.scale,
-            direction=c.direction,
-            noise=c.noise,
+            a, cosine=_clamp(r.cosine), interval=(_clamp(r.interval[0]), _clamp(r.interval[1])), scale=r.scale,
+            direction=r.direction, noise=r.noise,
         )
-        for a, c in zip(assessments, found.rows, strict=True)
-    ]
-    recommended, runner_up, reason, needed = _unresolved(found, margin, lp.num_sequences) or _choose(
+        for a, r in zip(assessments, found.rows, strict=True)
+    ]  # fmt: skip
+    units = min(len(ours), len(theirs))
+    verdict = _unresolved(found, units, margin, lp.num_sequences) or _choose(
         assessments, found, margin, lp.num_sequences
     )
-    optima = _optima([a.name for a in assessments], found.resampled)
-    star = optimal_truncation(chi2)
-    return Calibration(assessments, recommended, runner_up, reason, chi2, star, needed, optima)
+    return Calibration(assessments, verdict, chi2, star, _optima([a.name for a in assessments], found))
 
 
 def _coefficients(traces: Traces, mode: Mode, correction: Correction) -> Tensor:
@@ -211,10 +238,11 @@ def _assess(name, correction: Correction, traces: Traces, coefficients: Tensor, 
     assert advantages is not None
     weights, keep = correction.on_tokens(lp, advantages)
     used = torch.where(keep, weights, 0.0)
+    keep = used > 0  # a weight that is 0 outside its bounds drops the token too
     accepted = lp.per_sequence(keep.double(), "max") > 0
     real = lp.lengths > 0
-    order = lp.lengths[real].argsort()
-    deciles = [float(part.double().mean()) for part in accepted[real][order].chunk(10)]
+    order = lp.lengths[real].argsort(stable=True)
+    deciles = [float(part.double().mean()) for part in accepted[real][order].tensor_split(10) if len(part)]
     effect = contribution(lp.log_ratio("current/rollout"), advantages) * used
     positive, negative = advantages > 0, advantages < 0
     mass = advantages.abs().sum().clamp_min(1e-300)
@@ -242,131 +270,72 @@ def _mean(values: Tensor, among: Tensor) -> float:
     return float(values[among].sum()) / max(1, int(among.sum()))
 
 
-@dataclass(frozen=True)
-class _Alignment:
-    cosine: float
-    interval: tuple[float, float]
-    scale: float
-    direction: float
-    noise: float
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    rows: list[_Alignment]
-    resampled: Tensor  # [candidates, resamples] cosines; a column resamples all candidates alike
-    signal: tuple[float, float]  # squared length of the reference gradient without its noise, and the noise
-
-
-def _compare(gradients: list[Tensor], target: Tensor, batch: float, resamples: int, seed: int) -> _Comparison:
-    generator = torch.Generator().manual_seed(seed)
-    counts, target_counts = (_resample(len(t), resamples, generator) for t in (gradients[0], target))
-    truth = _moments(target, target_counts)
-    rows, resampled = [], []
-    for gradient in gradients:
-        cosine, scale, direction, noise = _alignment(_moments(gradient, counts), truth, batch)
-        boot = cosine[1:] - cosine[1:].median() + cosine[0]  # noise is taken off twice there: the spread counts
-        low, high = (float(v) for v in boot.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)))
-        rows.append(_Alignment(float(cosine[0]), (low, high), float(scale[0]), float(direction[0]), float(noise[0])))
-        resampled.append(boot)
-    _, squared, variance = truth
-    return _Comparison(rows, torch.stack(resampled), (float(squared[0]), float(variance[0]) / max(1, len(target) - 1)))
-
-
-def _resample(units: int, resamples: int, generator) -> Tensor:
-    """[1 + resamples, units] weights that sum to 1: the sample itself, then bootstrap resamples."""
-    drawn = torch.randint(units, (resamples, units), generator=generator)
-    counts = torch.zeros(resamples, units, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
-    )
-    return torch.cat((torch.ones(1, units, dtype=torch.float64), counts)) / units
-
-
-def _moments(gradient: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per resample: the mean [R, F], its squared norm without the sampling noise's share [R], the variance [R]."""
-    units = len(gradient)
-    mean = counts @ gradient
-    variance = (counts @ gradient.square()).sum(1) - mean.square().sum(1)
-    noise = variance / max(1, units - 1)
-    noise = torch.cat((noise[:1], 2 * noise[1:]))  # a resampled mean carries the noise twice
-    return mean, mean.square().sum(1) - noise, variance
-
-
-def _alignment(ours, truth, batch: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (mean, squared, variance), (target, target_squared, _) = ours, truth
-    inner = (mean * target).sum(1)
-    tiny = torch.finfo(torch.float64).tiny
-    length = target_squared.clamp_min(0).sqrt()
-    cosine = inner / (length * (squared.clamp_min(0) + variance / batch).sqrt()).clamp_min(tiny)
-    scale = inner / target_squared.clamp_min(tiny)
-    direction = (squared * target_squared / inner.square().clamp_min(tiny) - 1).clamp_min(0).sqrt()
-    noise = (variance / batch / squared.clamp_min(tiny)).sqrt()
-    return cosine, scale, direction, noise
-
-
 def _clamp(cosine: float) -> float:
     return min(1.0, max(-1.0, cosine))
 
 
-def _unresolved(found: _Comparison, margin: float, sequences: int):
-    """Refuses where the reference gradient drowns in its noise, or the best cosine is known to 5 margins only."""
-    squared, noise = found.signal
-    if squared < 4 * noise:
-        needed = math.ceil(sequences * min(100.0, 8 * noise / max(squared, 0.08 * noise)))
-        reason = f"the exact gradient is not resolved from its noise; about {needed} sequences of each kind would do"
-        return None, None, reason, needed
-    low, high = max(found.rows, key=lambda row: row.cosine).interval
-    excess = (high - low) / 2 / (5 * margin)
-    if excess > 1:
-        needed = math.ceil(sequences * max(2.0, excess**2))
-        reason = (
-            f"the best cosine is known to +-{(high - low) / 2:.2f} only; about {needed} sequences of each kind would do"
-        )
-        return None, None, reason, needed
-    return None
+def _unresolved(found: Comparison, units: int, margin: float, sequences: int) -> Verdict | None:
+    """Refuses where cosines mean nothing: few units, a reference gradient within two standard errors of 0, a best
+    cosine that may be 0 or is not known to _WIDEST margins."""
+    best = max(found.rows, key=lambda row: row.cosine)
+    half = (best.interval[1] - best.interval[0]) / 2
+    if units < _FEWEST_UNITS:
+        reason, factor = f"only {units} independent groups or sequences", _FEWEST_UNITS / max(1, units)
+    elif found.signal <= 4 * found.noise:
+        reason = "the exact gradient is not resolved from its noise"
+        factor = 8 * found.noise / max(found.signal, 0.08 * found.noise, 1e-300)  # noise falls as 1 / n; 100 at most
+    elif half > _WIDEST * margin or best.interval[0] <= 0:
+        reason, factor = f"the best cosine is known to +-{half:.2f} only", (half / (_WIDEST * margin)) ** 2
+    else:
+        return None
+    needed = math.ceil(sequences * max(2.0, factor))
+    return Verdict(f"{reason}; about {needed} sequences of each kind would do", needed_sequences=needed)
 
 
-def _choose(assessments: list[Assessment], found: _Comparison, margin: float, sequences: int):
-    """(recommended, runner-up, reason, sequences needed)."""
-    resampled = found.resampled
+def _choose(assessments: list[Assessment], found: Comparison, margin: float, sequences: int) -> Verdict:
     cosines = torch.tensor([row.cosine for row in found.rows], dtype=torch.float64)
     best = int(cosines.argmax())
-    low, high = torch.quantile(resampled[best] - resampled, torch.tensor([0.05, 0.95], dtype=torch.float64), dim=1)
+    quantiles = torch.tensor([0.05, 0.95], dtype=torch.float64)
+    low, high = torch.quantile(found.resampled[best] - found.resampled, quantiles, dim=1)
     gap = cosines[best] - cosines
     order = sorted(
         range(len(assessments)), key=lambda i: (assessments[i].intervention, -assessments[i].accepted_tokens)
     )
     same = [i for i in order if gap[i] <= margin and high[i] <= 2 * margin]
-    for i in order:
-        if i in same:
-            others = [j for j in same if j != i] or [j for j in cosines.argsort(descending=True).tolist() if j != i]
-            runner = assessments[others[0]].name if others else None
-            a = assessments[i]
-            reason = (
-                f"expected cosine {a.cosine:.3f} with the exact gradient at this batch size, within {margin:g} of the "
-                f"best ({assessments[best].name}), with the least intervention ({a.intervention:.3f})"
-            )
-            return a.name, runner, reason, None
-        if low[i] <= 0 or gap[i] <= margin:  # neither as good as the best nor worse, for certain
-            width = float((high[i] - low[i]) / 2)
-            needed = math.ceil(sequences * max(2.0, (width / margin) ** 2))
-            name, top = assessments[i].name, assessments[best].name
-            reason = (
-                f"not separable: {name} and {top} differ by {float(gap[i]):.3f} +- {width:.3f} in expected cosine; "
-                f"about {needed} sequences of each kind would tell"
-            )
-            return None, None, reason, needed
-    raise AssertionError("the best candidate is as good as itself")
+    first = next(i for i in order if i in same or low[i] <= 0 or gap[i] <= margin)  # not worse, for certain
+    if first not in same:
+        width = float((high[first] - low[first]) / 2)
+        needed = math.ceil(sequences * max(2.0, (width / margin) ** 2))
+        reason = (
+            f"not separable: {assessments[first].name} and {assessments[best].name} differ by {float(gap[first]):.3f} "
+            f"+- {width:.3f} in expected cosine; about {needed} sequences of each kind would tell"
+        )
+        return Verdict(reason, needed_sequences=needed)
+    others = [j for j in same if j != first] or [j for j in cosines.argsort(descending=True).tolist() if j != first]
+    a = assessments[first]
+    reason = (
+        f"expected cosine {a.cosine:.3f} with the exact gradient at this batch size, within {margin:g} of the best "
+        f"({assessments[best].name}), with the least intervention ({a.intervention:.3f})"
+    )
+    return Verdict(reason, a.name, assessments[others[0]].name if others else None)
 
 
-def _optima(names: list[str], resampled: Tensor) -> dict[str, tuple[str, str, str]]:
-    families: dict[str, list[int]] = {}
+def _optima(names: list[str], found: Comparison) -> dict[str, tuple[str, str, str]]:
+    """Thresholds that can't be told apart, because none of their bounds is ever met, share an entry."""
+    families: dict[str, list[tuple[str, int]]] = {}
     for i, name in enumerate(names):
-        if "@" in name:
-            families.setdefault(name.partition("@")[0], []).append(i)
+        family, _, threshold = name.partition("@")
+        if not threshold:
+            continue
+        members = families.setdefault(family, [])
+        if members and torch.equal(found.resampled[members[-1][1]], found.resampled[i]):
+            members[-1] = f"{members[-1][0]} = {threshold}", i
+        else:
+            members.append((threshold, i))
     optima = {}
     for family, members in families.items():
-        wins = resampled[members].argmax(0).sort().values
-        picks = [wins[int(q * (len(wins) - 1))] for q in (0.5, 0.05, 0.95)]
-        optima[family] = tuple(names[members[int(p)]].partition("@")[2] for p in picks)
-    return optima  # type: ignore[return-value]
+        cosines = [found.rows[i].cosine for _, i in members]
+        wins = found.resampled[[i for _, i in members]].argmax(0).sort().values
+        low, high = (members[int(wins[int(q * (len(wins) - 1))])][0] for q in (0.05, 0.95))
+        optima[family] = members[cosines.index(max(cosines))][0], low, high
+    return optima

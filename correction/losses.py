@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .actions import AllReduce, Corrected, Correction, valid_advantages
-from .statistics import CLAMP, LogProbs, Ratio
+from .statistics import CLAMP, IMPOSSIBLE, LogProbs, Ratio
 
 Mode = Literal["recompute", "bypass", "decoupled"]
 Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
@@ -66,6 +66,7 @@ def policy_loss(
     with torch.no_grad():
         weights, keep = correction.on_tokens(logprobs, advantage, all_reduce)
     current = logprobs.current[logprobs.mask].to(advantage.dtype)
+    current = torch.where(current == -torch.inf, IMPOSSIBLE, current)
     if kind == "reinforce":
         log_ratio = torch.zeros_like(advantage)
         losses, clipped = -current * advantage, torch.zeros_like(keep)

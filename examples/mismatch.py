@@ -100,8 +100,8 @@ def main() -> None:
     null = mismatch.diagnose(reference, scorer)
     calibration, candidates = mismatch.calibrate_files(engine, reference, scorer)
     snippets = {}
-    if calibration.recommended is not None:
-        snippets = mismatch.snippets("decoupled", candidates[calibration.recommended])
+    if calibration.verdict.recommended is not None:
+        snippets = mismatch.snippets("decoupled", candidates[calibration.verdict.recommended])
     (args.out / "diagnosis.html").write_text(
         report.diagnosis_page(found, "SmolLM2 in bf16 against fp32", tokenizer.decode)
     )

@@ -289,18 +289,21 @@ def calibrate(
 ) -> None:
     """Chooses a correction and its threshold for an engine's rollouts, against exact ones.
 
-    Records need advantages, or a reward and a group.
+    Records need advantages, or a reward and a group; a recommendation needs a model, for its gradients.
     """
+    from dataclasses import asdict
+
     from . import mismatch, report
 
     params = _params(temperature, top_p, top_k, min_p)
     scorer, _ = _scorer(model, dtype)
     result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
-    snippets = {} if result.recommended is None else mismatch.snippets(mode, candidates[result.recommended])
+    chosen = result.verdict.recommended
+    snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])
     if page is not None:
         page.write_text(report.calibration_page(result, f"Calibration for {Path(rollouts).name}", snippets))
     if as_json:
-        print(json.dumps({**mismatch.as_dict(result), "configurations": snippets}))
+        print(json.dumps({**asdict(result), "configurations": snippets}))
         return
     report.print_calibration(console, result)
     for framework, text in snippets.items():

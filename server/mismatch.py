@@ -6,7 +6,7 @@ import heapq
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,9 @@ def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> I
 
     def pairs() -> Iterator[tuple[list[int], list[int]]]:
         for rollout in rollouts:
-            prompt = rollout.prompt_token_ids
-            if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
-                raise RolloutFormatError(
-                    f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids"
-                )
+            prompt = _prompt_of(rollout)
             waiting.append(rollout)
-            yield prompt.tolist(), rollout.token_ids.tolist()
+            yield prompt, rollout.token_ids.tolist()
 
     for logprobs, best in rescore(model, pairs(), params):
         rollout = waiting.popleft()
@@ -125,6 +121,7 @@ def _batches(rollouts: Iterable[tuple[Rollout, np.ndarray]]) -> Iterator[tuple[l
 def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> list[dict[str, Any]]:
     index = lp.mask.nonzero()[:, 0]
     assert lp.offsets is not None
+    engine, trainer = lp.values("rollout"), lp.values("old")
     tokens = []
     for at in d.abs().topk(min(count, len(d))).indices.tolist():
         row = int(lp.segment[at])
@@ -132,29 +129,48 @@ def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> l
         prompt = [] if rollout.prompt_token_ids is None else rollout.prompt_token_ids.tolist()
         before = [*prompt, *rollout.token_ids[:position].tolist()][-CONTEXT:]
         tokens.append({
-            "abs": abs(float(d[at])), "rollout_logprob": float(lp.values("rollout")[at]),
-            "trainer_logprob": float(lp.values("old")[at]), "token_id": int(rollout.token_ids[position]),
+            "abs": abs(float(d[at])), "rollout_logprob": float(engine[at]),
+            "trainer_logprob": float(trainer[at]), "token_id": int(rollout.token_ids[position]),
             "position": position, "context": before, "source": rollout.source,
         })  # fmt: skip
     return tokens
 
 
-def traces(path: str | Path, model: Any = None, params: SamplingParams | None = None) -> Traces:
-    """A whole file in memory. Advantages as recorded, or the reward less its group's mean."""
+def traces(path: str | Path, names: dict[str, int], model: Any = None, params: SamplingParams | None = None) -> Traces:
+    """A whole file in memory. Advantages as recorded, or the reward less its group's mean. With a model, re-scored and
+    with a sketch of its gradients. names: numbers of the groups seen so far, shared by files of the same prompts."""
+    params = params or SamplingParams()
     rollouts: Iterable[Rollout] = read_rollouts(path)
     if model is not None:
-        rollouts = (r for r, _ in scored(rollouts, model, params or SamplingParams()))
-    kept = list(tqdm(rollouts, desc=f"Reading {Path(path).name}", unit="seq", delay=2))
+        rollouts = (r for r, _ in scored(rollouts, model, params))
+    kept = list(tqdm(rollouts, desc=f"Scoring {Path(path).name}", unit="seq", delay=2))
     if not kept:
         raise RolloutFormatError(f"{path}: no rollouts; expected at least one")
     lp = packed(kept, model is not None)
-    names = {g: i for i, g in enumerate(dict.fromkeys(r.group for r in kept if r.group is not None))}
-    grouped = all(r.group is not None for r in kept)
-    groups = torch.tensor([names[r.group] for r in kept if r.group is not None]) if grouped else None
-    return Traces(lp, _advantages(kept, groups, path), groups=groups)
+    groups = None
+    if all(r.group is not None for r in kept):
+        groups = torch.tensor([names.setdefault(str(r.group), len(names)) for r in kept])
+    return Traces(lp, _advantages(kept, groups), None if model is None else _sketch(kept, lp, model, params), groups)
 
 
-def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None, path) -> torch.Tensor:
+def _sketch(rollouts: list[Rollout], lp: LogProbs, model: Any, params: SamplingParams) -> torch.Tensor:
+    from ..trainer.rescore import gradient_sketch
+
+    pairs = ((_prompt_of(r), r.token_ids.tolist()) for r in rollouts)
+    sketches = gradient_sketch(model, pairs, params.temperature or 1.0)
+    bar = tqdm(sketches, desc="Sketching gradients", total=len(rollouts), unit="seq", delay=2)
+    return torch.cat(list(bar))[lp.mask]
+
+
+def _prompt_of(rollout: Rollout) -> list[int]:
+    prompt = rollout.prompt_token_ids
+    if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
+        wanted = "expected prompt_token_ids and token_ids"
+        raise RolloutFormatError(f"{rollout.source}: no token ids to score; {wanted}")
+    return prompt.tolist()
+
+
+def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None) -> torch.Tensor:
     if all(r.advantages is not None for r in rollouts):
         return torch.from_numpy(np.concatenate([r.advantages for r in rollouts if r.advantages is not None]))
     lacking = next((r for r in rollouts if r.reward is None), None)
@@ -164,7 +180,7 @@ def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None, path) -> t
     group = torch.zeros(len(rewards), dtype=torch.long) if groups is None else groups
     means = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
     counts = torch.bincount(group).clamp_min(1)
-    return rewards - (means.index_add_(0, group, rewards) / counts)[group]
+    return (rewards - (means.index_add_(0, group, rewards) / counts)[group])[:, None]
 
 
 def calibrate_files(
@@ -177,8 +193,9 @@ def calibrate_files(
     seed: int = 0,
 ) -> tuple[Calibration, dict[str, Correction]]:
     """The calibration of a file of traces against one of exact rollouts, and the candidates by name."""
-    engine = traces(path, model, params)
-    truth = None if reference is None else traces(reference, model, params)
+    names: dict[str, int] = {}
+    engine = traces(path, names, model, params)
+    truth = None if reference is None else traces(reference, names, model, params)
     candidates = candidate_grid(engine.logprobs, mode)  # type: ignore[arg-type]
     result = calibrate(engine, candidates, truth, mode=mode, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
     return result, candidates
@@ -186,17 +203,15 @@ def calibrate_files(
 
 def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> int:
     """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's."""
-    conversations: list[Any] = []
-    for number, line in enumerate(prompts.read_text().splitlines(), 1):
-        if line.strip():
-            conversations.append(_prompt(llm, line, f"{prompts}:{number}"))
-    outputs = llm.generate(conversations, params)
+    with prompts.open("rb") as file:
+        asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
+    outputs = llm.generate(list(asked.values()), params)
 
     def rollouts() -> Iterator[Rollout]:
-        for group, output in enumerate(outputs):
+        for group, output in zip(asked, outputs, strict=True):
             for c in output.completions:
                 if c.finish_reason == "error":
-                    raise FloatingPointError(f"prompt {group}: {c.stop_reason}")
+                    raise FloatingPointError(f"{prompts}:{group}: {c.stop_reason}")
                 logprobs, prompt = np.array(c.logprobs), np.array(output.prompt_token_ids)
                 yield Rollout(np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group))
 
@@ -204,7 +219,7 @@ def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> i
     return sum(len(o.completions) for o in outputs)
 
 
-def _prompt(llm: Any, line: str, source: str) -> Any:
+def _prompt(llm: Any, line: bytes, source: str) -> Any:
     try:
         record = json.loads(line)
         keys = set(record) & {"prompt", "prompt_token_ids", "messages"}
@@ -235,7 +250,3 @@ def snippets(mode: str, correction: Correction) -> dict[str, str]:
         lines = [f"{key}: {value}" for key, value in settings.items()] or ["# the defaults"]
         texts[framework] = "\n".join(lines + [f"# {note}" for note in read(settings).notes])
     return texts
-
-
-def as_dict(calibration: Calibration) -> dict[str, Any]:
-    return asdict(calibration)

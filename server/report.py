@@ -143,8 +143,10 @@ def diagnosis_plot(report) -> bytes:
 
 _COLUMNS = {
     "cosine": "expected cosine", "direction": "direction bias", "scale": "scale", "noise": "noise / signal",
-    "accepted_sequences": "sequences kept", "accepted_tokens": "tokens kept", "rejected_advantage": "|A| rejected",
-    "ess_sequence": "ESS / n", "intervention": "intervention",
+    "coefficient_error": "coefficient error", "accepted_sequences": "sequences kept", "accepted_tokens": "tokens kept",
+    "accepted_positive": "A > 0 kept", "accepted_negative": "A < 0 kept", "rejected_advantage": "|A| rejected",
+    "ess_sequence": "ESS / n", "intervention": "intervention", "contribution_positive": "C(r), A > 0",
+    "contribution_negative": "C(r), A < 0",
 }  # fmt: skip
 
 
@@ -161,10 +163,10 @@ def _cell(assessment, key: str) -> str:
 
 
 def _verdict(calibration: Calibration) -> list[str]:
-    lines = [f"recommended: {calibration.recommended}" if calibration.recommended else "no recommendation"]
-    lines.append(calibration.reason)
-    if calibration.runner_up:
-        lines.append(f"runner-up: {calibration.runner_up}")
+    verdict = calibration.verdict
+    lines = [f"recommended: {verdict.recommended}" if verdict.recommended else "no recommendation", verdict.reason]
+    if verdict.runner_up:
+        lines.append(f"runner-up: {verdict.runner_up}")
     star = f"C* = sqrt(2 (1 + chi2)) = {calibration.optimal_truncation:.3g}"
     lines.append(f"chi2 of a sequence: {number(calibration.chi2_sequence)}; {star}")
     for family, (best, low, high) in (calibration.optima or {}).items():
@@ -175,7 +177,7 @@ def _verdict(calibration: Calibration) -> list[str]:
 def print_calibration(console: Console, calibration: Calibration) -> None:
     table = Table("candidate", *_COLUMNS.values())
     for name, cells in _rows(calibration):
-        table.add_row(name, *cells, style="bold green" if name == calibration.recommended else None)
+        table.add_row(name, *cells, style="bold green" if name == calibration.verdict.recommended else None)
     console.print(table)
     for line in _verdict(calibration):
         console.print(line, highlight=False, markup=False)
@@ -187,7 +189,7 @@ def calibration_page(calibration: Calibration, title: str, snippets: dict[str, s
     rows = [[name, *cells] for name, cells in _rows(calibration)]
     parts = [
         f"<h1>{html.escape(title)}</h1>", f'<p class="verdict">{verdict}</p>', _image(calibration_plot(calibration)),
-        "<h2>Candidates</h2>", _html_table(("candidate", *_COLUMNS.values()), rows, calibration.recommended),
+        "<h2>Candidates</h2>", _html_table(("candidate", *_COLUMNS.values()), rows, calibration.verdict.recommended),
     ]  # fmt: skip
     for framework, text in snippets.items():
         parts += [f"<h2>{html.escape(framework)}</h2>", f"<pre>{html.escape(text)}</pre>"]

@@ -1,5 +1,6 @@
 """Diagnosis and calibration against a Markov policy whose gradient and chi2 are known exactly."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from samebits.correction import Correction, Diagnosis, LogProbs, Traces, calibrate, candidate_grid, preset, theory
+from samebits import SamplingParams
+from samebits.correction import (
+    PRESETS,
+    Correction,
+    Diagnosis,
+    LogProbs,
+    Traces,
+    calibrate,
+    candidate_grid,
+    preset,
+    theory,
+)
+from samebits.correction.alignment import compare
 from samebits.correction.calibrate import MARGIN
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 from samebits.server import mismatch, report
@@ -84,7 +97,7 @@ def truth(toy, count=60_000):
     for name, correction in CANDIDATES.items():
         weights, keep = correction.on_tokens(traces.logprobs, None)
         e = torch.where(keep, weights, 0.0) * traces.advantages[traces.logprobs.segment]
-        g = traces.contributions(e, traces.sketch)
+        g = traces.gradients(e)
         mean, variance = g.mean(0), g.var(0).sum()
         length = (mean.square().sum() - variance / count + variance / BATCH).sqrt()
         cosines[name] = float(mean @ exact / (exact.norm() * length))
@@ -101,7 +114,9 @@ def test_calibration_recommends_what_the_exact_computation_says(spread, expected
     best = max(cosines.values())
     good = {name for name, c in cosines.items() if c >= best - 2 * MARGIN}
     result = calibrate(toy.sample(20_000), CANDIDATES, toy.sample(20_000, exact=True), batch_size=BATCH)
-    assert result.recommended in expected & good, (result.reason, cosines)
+    assert result.verdict.recommended in expected & good, (result.verdict.reason, cosines)
+    errors = {a.name: a.coefficient_error for a in result.assessments}
+    assert errors["token_tis@2"] <= errors["none"] + 0.01
     unbiased = next(a for a in result.assessments if a.name == "sequence_is")
     for a in result.assessments:
         if spread < 0.1 or a is not unbiased:  # its variance is the heavy tail itself: no sample shows it whole
@@ -120,22 +135,86 @@ def test_calibration_recommends_what_the_exact_computation_says(spread, expected
 def test_calibration_refuses_when_there_are_too_few_samples_and_says_how_many_would_do():
     toy = Toy(0.5)
     result = calibrate(toy.sample(60), CANDIDATES, toy.sample(60, exact=True), batch_size=BATCH)
-    assert result.recommended is None
-    assert "about" in result.reason
-    assert result.needed_sequences > 60
+    assert result.verdict.recommended is None
+    assert "sequences of each kind would do" in result.verdict.reason
+    assert result.verdict.needed_sequences > 60
     for count in (250, 1000):  # it never recommends what the exact computation says is clearly worse
         again = calibrate(toy.sample(count), CANDIDATES, toy.sample(count, exact=True), batch_size=BATCH)
-        if again.recommended is not None:
+        if again.verdict.recommended is not None:
             cosines = truth(toy)
-            assert cosines[again.recommended] > max(cosines.values()) - 4 * MARGIN
+            assert cosines[again.verdict.recommended] > max(cosines.values()) - 4 * MARGIN
 
 
 def test_calibration_without_exact_rollouts_measures_but_does_not_recommend():
     toy = Toy(0.1)
     result = calibrate(toy.sample(500), CANDIDATES)
-    assert result.recommended is None
-    assert "no exact rollouts" in result.reason
+    assert result.verdict.recommended is None
+    assert "no exact rollouts" in result.verdict.reason
     assert all(a.cosine is None and a.ess_sequence > 0 for a in result.assessments)
+
+
+def test_calibration_without_gradients_measures_but_does_not_recommend():
+    """Sums of coefficients alone would recommend what the exact computation says is worse, on this very toy."""
+    toy = Toy(0.5)
+    bare = [dataclasses.replace(t, sketch=None) for t in (toy.sample(2000), toy.sample(2000, exact=True))]
+    result = calibrate(bare[0], CANDIDATES, bare[1])
+    assert result.verdict.recommended is None
+    assert "no gradients to compare" in result.verdict.reason
+    errors = {a.name: a.coefficient_error for a in result.assessments}
+    assert errors["token_tis@2"] < errors["none"]
+
+
+@pytest.mark.parametrize("kind", ["equal rewards", "one group", "one sequence"])
+def test_calibration_refuses_degenerate_data(kind):
+    toy = Toy(0.3)
+    count = 1 if kind == "one sequence" else 200
+    sides = [toy.sample(count), toy.sample(count, exact=True)]
+    if kind == "equal rewards":
+        sides = [dataclasses.replace(t, advantages=torch.zeros(count)) for t in sides]
+    if kind == "one group":
+        sides = [dataclasses.replace(t, groups=torch.zeros(count, dtype=torch.long)) for t in sides]
+    assert calibrate(sides[0], CANDIDATES, sides[1]).verdict.recommended is None
+
+
+def test_prompts_in_common_are_not_taken_for_agreement():
+    """Both sides' groups share a large effect of their prompt, and differ in direction: the cosine is known."""
+    g = torch.Generator().manual_seed(0)
+    groups, features = 60, 12
+    mean, other = torch.randn(2, features, generator=g, dtype=torch.float64)
+    other -= mean * (mean @ other) / mean.square().sum()
+    tilted = mean + 0.5 * other * mean.norm() / other.norm()
+    exact, found = 1 / math.sqrt(1.25), []
+    for _ in range(20):
+        prompt = 4 * torch.randn(groups, features, generator=g, dtype=torch.float64)
+        noise = torch.randn(2, groups, features, generator=g, dtype=torch.float64)
+        ours, theirs = prompt + tilted + 0.3 * noise[0], prompt + mean + 0.3 * noise[1]
+        rows = [compare([ours], theirs, paired, 1e12, 20, 0).rows[0].cosine for paired in (True, False)]
+        found.append(rows)
+    paired, independent = np.median(np.array(found), axis=0)
+    assert paired == pytest.approx(exact, abs=0.05)
+    assert independent > 1, "the correction corrects nothing here"
+
+
+def test_a_weight_that_is_zero_outside_its_bounds_is_a_rejection_in_the_report():
+    traces = Toy(0.3).sample(200)
+    (a,) = calibrate(traces, {"mis": preset("sequence_mis", high=1e-8)}).assessments
+    assert (a.accepted_tokens, a.accepted_sequences, a.rejected_advantage) == (0.0, 0.0, 1.0)
+
+
+def test_the_sketch_is_a_projection_of_the_gradient_of_the_head(checkpoint):
+    from samebits.trainer import exact_model, gradient_sketch, token_logprobs
+
+    model = exact_model(checkpoint("qwen3"))
+    prompt, completion = [5, 6, 7], [8, 900, 4]
+    (sketch,) = gradient_sketch(model, [(prompt, completion)], temperature=0.7, width=4, seed=3)
+    g = torch.Generator().manual_seed(3)
+    left, right = torch.randn(1001, 4, generator=g) / 2, torch.randn(100, 4, generator=g) / 2
+    params = SamplingParams(temperature=0.7)
+    for t in range(3):
+        model.zero_grad()
+        token_logprobs(model, [prompt + completion[: t + 1]], params)[0][-1].backward()
+        exact = (left.T.double() @ model.lm_head.weight.grad.double() @ right.double()).flatten()
+        assert (sketch[t] - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
 def test_the_grid_has_each_family_at_thresholds_that_decide_something():
@@ -154,6 +233,7 @@ def test_the_grid_has_each_family_at_thresholds_that_decide_something():
     result = calibrate(traces, grid, Toy(0.3).sample(2000, exact=True), resamples=50)
     shares = {a.name: a.accepted_sequences for a in result.assessments if a.name.startswith("geo_rs@")}
     assert sorted(round(s, 2) for s in shares.values()) == [0.5, 0.75, 0.9, 0.99]
+    assert all(len(a.accepted_by_length) == 10 for a in result.assessments)
     assert set(result.optima) >= {"token_tis", "sequence_tis", "geo_rs"}
     assert not any("tis" in name or "mis" in name for name in candidate_grid(traces.logprobs, "bypass"))
 
@@ -234,7 +314,7 @@ def rounded(value):
 
 def test_exact_rollouts_are_exactly_zero_everywhere(checkpoint, tmp_path):
     """The engine's own rollouts, re-scored by the trainer: the null of every statistic."""
-    from samebits import LLM, SamplingParams
+    from samebits import LLM
     from samebits.trainer import exact_model
 
     params = SamplingParams(n=4, temperature=0.7, top_p=0.95, max_tokens=24, seed=5)
@@ -256,8 +336,10 @@ def test_exact_rollouts_are_exactly_zero_everywhere(checkpoint, tmp_path):
         assert s[key] == 0.0, key
     assert (s["exact"], s["ess_token"], s["ess_sequence"], s["perplexity_ratio"]) == (1.0, 1.0, 1.0, 1.0)
     assert set(s["quantiles"].values()) == {0.0}
-    traces = mismatch.traces(path, exact_model(checkpoint("llama")), params)
-    for name, correction in candidate_grid(traces.logprobs).items():
+    traces = mismatch.traces(path, {}, exact_model(checkpoint("llama")), params).on_policy()
+    extra = {"opsm": {"ratio": "current/rollout"}}
+    for name, build in PRESETS.items():
+        correction = build(**extra.get(name, {}))
         got = correction(traces.logprobs, traces.advantages)
         assert got.weights.eq(1).all(), name
         assert got.keep.all(), name
@@ -327,7 +409,8 @@ def test_reports_are_self_contained_pages(tmp_path):
     )
     page = report.diagnosis_page(mismatch.diagnose(engine, use_tqdm=False), "Mismatch <here>", None)
     result, candidates = mismatch.calibrate_files(engine, exact)
-    chosen = result.recommended or "token_tis@2"
+    assert result.verdict.recommended is None  # no gradients in these files
+    chosen = "token_tis@2"
     second = report.calibration_page(result, "Calibration", mismatch.snippets("decoupled", candidates[chosen]))
     assert "Mismatch &lt;here&gt;" in page
     assert "rollout_is" in report.calibration_page(result, "x", mismatch.snippets("decoupled", preset("token_tis")))

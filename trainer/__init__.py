@@ -3,6 +3,6 @@
 from ..model import exact_model
 from .fsdp import shard
 from .logprobs import token_logprobs
-from .rescore import rescore
+from .rescore import gradient_sketch, rescore
 
-__all__ = ["exact_model", "rescore", "shard", "token_logprobs"]
+__all__ = ["exact_model", "gradient_sketch", "rescore", "shard", "token_logprobs"]
