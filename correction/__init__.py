@@ -7,6 +7,7 @@ from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decompos
 from .calibrate import Assessment, Calibration, Traces, Verdict, calibrate, candidate_grid
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
+from .metrics import correction_metrics, summarize
 from .pruning import bias_bound, coverage, prune_logits, safe_set
 from .statistics import LogProbs, Statistic
 
@@ -28,6 +29,7 @@ __all__ = [
     "calibrate",
     "candidate_grid",
     "contribution",
+    "correction_metrics",
     "coverage",
     "effective_coefficients",
     "opsm_decomposition",
@@ -35,4 +37,5 @@ __all__ = [
     "preset",
     "prune_logits",
     "safe_set",
+    "summarize",
 ]

@@ -18,6 +18,7 @@ from samebits.correction import (
     Weight,
     bias_bound,
     contribution,
+    correction_metrics,
     coverage,
     effective_coefficients,
     opsm_decomposition,
@@ -25,6 +26,7 @@ from samebits.correction import (
     preset,
     prune_logits,
     safe_set,
+    summarize,
     theory,
 )
 
@@ -373,6 +375,35 @@ def test_self_normalisation_divides_by_the_mean_of_the_level_and_of_all_ranks():
         total = torch.stack((counted.sum(), counted.new_tensor(float(len(counted)))))
         part = Weight.of(normal, halves, lambda _, total=total: total)
         assert torch.allclose(part, normal.of(lp)[: len(part)])
+
+
+def test_metrics_are_sums_before_rejection_that_add_up_over_ranks():
+    lp, advantages = batch(16)
+    gates = (Gate(Statistic("old/rollout", "k3", "mean"), high=0.07), Gate(Statistic("old/rollout", "abs"), high=0.5))
+    correction = Correction(Weight(Statistic("old/rollout"), low=0.8, high=1.2, outside="zero"), gates)
+    whole = correction_metrics(correction, lp, advantages)
+    parts = [
+        correction_metrics(
+            correction, LogProbs(lp.mask[s], *(t[s] for t in (lp.rollout, lp.old, lp.current))), advantages[s]
+        )
+        for s in (slice(0, 2), slice(2, 6))
+    ]
+    for name, value in whole.items():
+        assert float(value) == pytest.approx(float(parts[0][name] + parts[1][name])), name
+    ratio = (lp.values("old") - lp.values("rollout")).exp()
+    weights, keep = correction.on_tokens(lp, None)
+    found = summarize(whole)
+    assert whole["tokens"] == lp.mask.sum()
+    assert found["above_bound"] == pytest.approx(float((ratio > 1.2).double().mean()))
+    assert found["below_bound"] == pytest.approx(float((ratio < 0.8).double().mean()))
+    assert found["rejected_tokens"] == pytest.approx(1 - float(keep.double().mean()))
+    assert found["rejected_by_gate_1"] == pytest.approx(float((ratio.log().abs() > 0.5).double().mean()))
+    used = torch.where(keep, weights, 0.0)
+    assert found["ess"] == pytest.approx(float(theory.effective_sample_size(used)) / len(used))
+    a = advantages.double()[lp.segment].abs()
+    assert found["rejected_advantage"] == pytest.approx(float(a[~keep].sum() / a.sum()))
+    nothing = Correction(gates=(Gate(Statistic("old/rollout", "abs"), high=-1.0),))
+    assert all(math.isfinite(v) for v in summarize(correction_metrics(nothing, lp)).values())
 
 
 @pytest.mark.parametrize(
