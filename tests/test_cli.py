@@ -106,11 +106,15 @@ def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
         record["rollout_logprobs"] = [lp - 0.3 * (i % 3) for i, lp in enumerate(record["rollout_logprobs"])]
     noisy = tmp_path / "noisy.jsonl"
     noisy.write_text("".join(json.dumps(r) + "\n" for r in records))
-    done = samebits("calibrate", noisy, "--reference", exact, "--json", "--html", tmp_path / "c.html")
+    scorer = ("--model", model, "--temperature", 0.8)
+    done = samebits("calibrate", noisy, "--reference", exact, *scorer, "--json", "--html", tmp_path / "c.html")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert {a["name"] for a in result["assessments"]} >= {"none", "token_tis@2", "sequence_is", "veto@0.0001"}
-    assert result["reason"]
+    assert result["verdict"]["reason"]
+    assert all(a["cosine"] is not None for a in result["assessments"])
+    table = samebits("calibrate", noisy, "--reference", exact)
+    assert "no gradients to compare" in table.stdout.replace("\n", " "), table.stderr
     assert (tmp_path / "c.html").exists()
     bad = samebits("diagnose", prompts)
     assert bad.returncode == 2
