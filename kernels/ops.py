@@ -8,7 +8,7 @@ names; callers never see which one runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -244,19 +244,35 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
         q, k, v, out, lse = (t.float() for t in saved)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        sequence = torch.arange(len(ctx.lengths)).repeat_interleave(torch.tensor(ctx.lengths))
         first = 0
-        for length in ctx.lengths:
-            one = slice(first, first + length)
-            grad_q[one], grad_k[one], grad_v[one] = _attention_backward(
-                q[one], k[one], v[one], out[one], lse[one], grad[one].float(), ctx.scale, ctx.window
-            )
-            first += length
+        for count in _backward_spans(ctx.lengths):
+            span = slice(first, first + count)
+            grad_q[span], grad_k[span], grad_v[span] = _attention_backward(
+                q[span], k[span], v[span], out[span], lse[span], grad[span].float(), sequence[span],
+                ctx.scale, ctx.window,
+            )  # fmt: skip
+            first += count
         grads = (g.to(t.dtype) for g, t in zip((grad_q, grad_k, grad_v), saved, strict=False))
         return *grads, None, None, None
 
 
-def _attention_backward(q, k, v, out, lse, grad, scale, window, rows=256):
-    """One sequence, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order."""
+def _backward_spans(lengths: list[int], limit: int = 128) -> Iterator[int]:
+    """Tokens of neighbouring sequences to take together, up to `limit`: short ones alone are many small products."""
+    span = 0
+    for length in lengths:
+        if span and span + length > limit:
+            yield span
+            span = 0
+        span += length
+    if span:
+        yield span
+
+
+def _attention_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
+    """Packed sequences, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order.
+
+    sequence: int64 [T], the sequence of each token."""
     length, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -274,7 +290,7 @@ def _attention_backward(q, k, v, out, lse, grad, scale, window, rows=256):
         queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])
         row = torch.arange(start, stop).repeat_interleave(group)[:, None]
         column = torch.arange(low, stop)
-        hidden = column > row
+        hidden = (column > row) | (sequence[column] != sequence[row])
         if window:
             hidden |= column <= row - window
         weights = torch.exp(queries @ keys[:, seen].transpose(1, 2) * scale - by_kv_head(lse[start:stop, :, None]))

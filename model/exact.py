@@ -81,7 +81,7 @@ class LMHead(ExactLinear):
         logprob, entropy, best = ops.token_logprobs(
             hidden, self.weight, self.bias, r.targets, r.params, r.chunk, self.route
         )
-        return torch.stack((logprob, entropy, best.float()), dim=-1)[None]
+        return torch.stack((logprob[None], entropy[None], best.float()[None]), dim=-1)  # no view: FSDP2 would warn
 
 
 class ExactRMSNorm(nn.Module):

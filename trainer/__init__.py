@@ -1,8 +1,30 @@
-"""The trainer's side: the same model under FSDP2, and the log-probs of its tokens."""
+"""The trainer's side: the same model under FSDP2, the log-probs of its tokens, and RL on exact rollouts."""
 
 from ..model import exact_model
+from .config import TrainConfig
 from .fsdp import shard
 from .logprobs import token_logprobs
+from .loop import Trainer
+from .losses import ALGORITHMS, advantages, contribution, policy_loss, reference_kl
+from .packing import pack
 from .rescore import gradient_sketch, rescore
+from .tasks import Problem, Task, make_task
 
-__all__ = ["exact_model", "gradient_sketch", "rescore", "shard", "token_logprobs"]
+__all__ = [
+    "ALGORITHMS",
+    "Problem",
+    "Task",
+    "TrainConfig",
+    "Trainer",
+    "advantages",
+    "contribution",
+    "exact_model",
+    "gradient_sketch",
+    "make_task",
+    "pack",
+    "policy_loss",
+    "reference_kl",
+    "rescore",
+    "shard",
+    "token_logprobs",
+]

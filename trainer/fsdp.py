@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
@@ -13,3 +15,14 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
         fully_shard(layer, **kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def init_process_group(device: str = "cpu") -> None:
+    """The default process group: torchrun's, or one of this process alone; gloo on CPUs, nccl on GPUs."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,114 @@
+"""Checkpoints of a training run: complete or absent, and resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel
+
+from ..model import CheckpointError
+
+PREFIX, STATE = "step-", "trainer.json"
+
+
+def save_checkpoint(
+    folder: pathlib.Path, step: int, model: PreTrainedModel, optimizer, state: dict[str, Any], keep: int = 2
+) -> pathlib.Path:
+    """Writes folder/step-N from all ranks; it appears whole or not at all, and the older ones stay until then.
+
+    Sharded tensors (torch.distributed.checkpoint) and `state` (JSON). The newest `keep` checkpoints are kept. Raises
+    OSError on every rank where one of them couldn't write.
+    """
+    target, temporary = folder / f"{PREFIX}{step:06}", folder / f".{PREFIX}{step:06}.incomplete"
+    first = dist.get_rank() == 0
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    try:
+        dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+        if first:
+            _write_synced(temporary / STATE, json.dumps(state, indent=1))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(temporary, target)
+            _sync_folder(folder)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+    except (dcp.api.CheckpointException, OSError) as error:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        last = latest(folder)
+        survives = f"; {last.name} is still there" if last else ""
+        raise OSError(f"could not save {target.name} in {folder}: {_reason(error)}{survives}") from error
+    dist.barrier()
+    return target
+
+
+def load_checkpoint(
+    path: pathlib.Path, model: PreTrainedModel, optimizer, check: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Restores parameters and optimizer, also onto another number of ranks, and returns `state`.
+
+    check: gets `state` first, and raises to refuse. CheckpointError for a damaged or foreign checkpoint.
+    """
+    try:
+        state = json.loads((path / STATE).read_text())
+        check(state)
+        tensors = _tensors(model, optimizer)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    except (OSError, ValueError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{path} can't be loaded: {_reason(error)}") from error
+    set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+    set_model_state_dict(model, tensors["model"])
+    return state
+
+
+def _tensors(model: PreTrainedModel, optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / STATE).is_file())
+
+
+def latest(folder: pathlib.Path) -> pathlib.Path | None:
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def _reason(error: BaseException) -> str:
+    """The first rank's own error, where torch wrapped it."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_synced(path: pathlib.Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..correction import Correction
+from ..engine import SamplingParams
+from .losses import ALGORITHMS, Algorithm, Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. `steps`, `check`, `save_every`, `keep` and `output_dir` don't change its results.
+
+    model: checkpoint directory, hub id or "smollm2". dtype: of the computation, on both sides; master weights and
+    optimizer are fp32. groups_per_step x group_size sequences a step, in `minibatches` optimizer updates of equal size.
+    algorithm: one of `losses.ALGORITHMS`; mode, correction, clip, dual_clip: see `correction.policy_loss` (clip None:
+    the algorithm's). kl: "k3" adds kl_coef * KL to the loss, "k1" takes it off the advantages of the tokens before it.
+    staleness: groups of so many steps ahead are started early, so that a token is at most so many updates old (0: on
+    policy). filter_uniform: leave out groups of equal rewards. max_tokens_per_pack: a micro-batch's size.
+    sampling: its n and seed are set by group_size and seed. chat: prompts go through the chat template.
+    check: compare the trainer's log-probs with the rollouts', as bits, and stop on a difference, at "every" step, the
+    "first", or never ("off"; the difference is still reported). engine: more keywords of `LLM`. exact=False there is
+    the control without the promise, on both sides. lr rises over `warmup` updates and stays.
+    """
+
+    model: str
+    dtype: str = "float32"
+    algorithm: str = "grpo"
+    mode: Mode = "bypass"
+    correction: Correction = field(default_factory=Correction)
+    clip: tuple[float, float] | None = None
+    dual_clip: float | None = None
+    kl: Literal["k1", "k3"] = "k3"
+    kl_coef: float = 0.0
+    steps: int = 200
+    groups_per_step: int = 16
+    group_size: int = 8
+    minibatches: int = 1
+    staleness: int = 0
+    filter_uniform: bool = False
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=64))
+    chat: bool = False
+    lr: float = 1e-6
+    warmup: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    max_tokens_per_pack: int = 4096
+    activation_checkpointing: bool = False
+    seed: int = 0
+    check: Literal["every", "first", "off"] = "every"
+    save_every: int = 0
+    keep: int = 2
+    output_dir: pathlib.Path | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("algorithm", ALGORITHMS), ("kl", ("k1", "k3")), ("check", ("every", "first", "off"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        for name in ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_pack", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("staleness", "kl_coef", "warmup", "save_every", "weight_decay", "lr"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if self.sampling.temperature == 0 and self.group_size > 1:
+            raise ValueError("temperature 0 makes all samples of a group equal: nothing to learn")
+        if self.groups_per_step * self.group_size % self.minibatches:
+            raise ValueError(f"{self.minibatches} minibatches don't divide a step's sequences evenly")
+        if self.correction.denominator == "kept" or (self.correction.weight and self.correction.weight.normalize):
+            raise ValueError("a 'kept' denominator or a normalized weight needs a whole update in one pack")
+        if self.save_every and self.output_dir is None:
+            raise ValueError("save_every needs an output_dir")
+
+    @property
+    def recipe(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]

@@ -1,0 +1,267 @@
+"""Reinforcement learning on exact rollouts: generate, score, update under FSDP2, hand the weights back."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ..engine import LLM
+from ..kernels.contract import Contract
+from ..model.exact import contract_of, exact_model
+from .checkpoint import latest, load_checkpoint, save_checkpoint
+from .config import TrainConfig
+from .fsdp import init_process_group, shard
+from .invariant import Comparison
+from .losses import advantages
+from .objective import Objective, Sums, completion_logprobs, report, total
+from .packing import pack
+from .rollout import Rollout, RolloutWorker
+from .tasks import Task
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The sequences of one optimizer update, and this rank's share of them: indices into `rollouts`, packed."""
+
+    rollouts: list[Rollout]
+    advantages: Tensor  # fp64 [S]
+    packs: list[list[int]]
+
+
+class Trainer:
+    """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
+
+    llm: this rank's engine, instead of one made from the configuration. `load()` resumes.
+    """
+
+    def __init__(self, config: TrainConfig, task: Task, llm: LLM | None = None):
+        init_process_group()
+        self.config, self.task = config, task
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.llm = llm or LLM(config.model, dtype=config.dtype, **config.engine)
+        self.model = self._load_model()
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable()
+            self.model.train()
+        reference = self._load_model().requires_grad_(False) if config.kl_coef else None
+        self.objective = Objective(config, self.model, reference)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        params = replace(config.sampling, n=config.group_size, seed=None)
+        self.worker = RolloutWorker(self.llm, task, params, config.seed, config.chat)
+        self.steps_done = 0
+        self.updates_done = 0
+        self._seconds: dict[str, float] = {}
+
+    def _load_model(self) -> PreTrainedModel:
+        policy = {}
+        if self.config.dtype != "float32":
+            dtype = getattr(torch, self.config.dtype)
+            policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        return shard(exact_model(self.config.model, exact=self.llm.config.exact), **policy)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """One batch of rollouts and its updates. Returns metrics, the same on every rank.
+
+        Raises NumericsError, before the optimizer moves, when a log-prob isn't the rollout's; RewardError;
+        FloatingPointError for a gradient that isn't finite. Where there is nothing to learn (all advantages 0 and no
+        KL), nothing moves.
+        """
+        config = self.config
+        self._seconds = dict.fromkeys(("rollout", "train", "sync"), 0.0)
+        with self._timed("rollout"):
+            first = self.steps_done * config.groups_per_step
+            ahead = config.staleness * config.groups_per_step
+            rollouts = self.worker.collect(first, first + config.groups_per_step, ahead)
+        metrics = self._describe(rollouts)
+        with self._timed("train"):
+            minibatches = self._minibatches(rollouts)
+            old, comparison = self._score(minibatches[1:])
+            parts, norms = [], []
+            for number, minibatch in enumerate(minibatches):
+                parts.append(self._backward(minibatch, old, comparison if number == 0 else None))
+                if number == 0:
+                    metrics |= self._compare(comparison)
+                if self._has_gradient(minibatch):
+                    norms.append(self._update())
+                self.optimizer.zero_grad()
+        with self._timed("sync"):
+            if norms:
+                self.llm.update_weights(self.model)
+        self.steps_done += 1
+        metrics |= report(self._over_ranks(total(parts))) | {
+            "grad_norm": max(norms, default=0.0),
+            "updates": len(norms),
+        }
+        return metrics | self._speed(rollouts)
+
+    def _minibatches(self, rollouts: list[Rollout]) -> list[Minibatch]:
+        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+        groups = torch.tensor([r.group for r in rollouts])
+        values = advantages(rewards, groups, self.config.recipe.baseline)
+        kept = list(range(len(rollouts)))
+        if self.config.filter_uniform:
+            uniform = {g for g in groups.unique().tolist() if len(rewards[groups == g].unique()) == 1}
+            kept = [i for i in kept if rollouts[i].group not in uniform]
+        size = len(rollouts) // self.config.minibatches
+        result = []
+        for start in range(0, len(kept), size):
+            part = kept[start : start + size]
+            lengths = [len(rollouts[i].sequence) for i in part]
+            packs = pack(lengths, self.config.max_tokens_per_pack, self.world)[self.rank]
+            result.append(Minibatch([rollouts[i] for i in part], values[part], packs))
+        return result
+
+    @torch.no_grad()
+    def _score(self, minibatches: list[Minibatch]) -> tuple[dict[int, Tensor], Comparison]:
+        """The policy's log-probs, before it moves, of what later updates train on: by the rollouts' ids."""
+        old: dict[int, Tensor] = {}
+        comparison = Comparison()
+        for minibatch in minibatches:
+            for members in minibatch.packs:
+                rollouts = [minibatch.rollouts[i] for i in members]
+                logprobs, _ = completion_logprobs(self.model, rollouts, self.config.sampling)
+                self._see(comparison, rollouts, logprobs)
+                old |= {id(r): values for r, values in zip(rollouts, logprobs, strict=True)}
+        return old, comparison
+
+    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: Comparison | None) -> Sums:
+        """Accumulates the gradients of one update. comparison: collects the log-probs while the policy is the old one,
+        and so saves a forward."""
+        by_token = self.config.recipe.aggregation == "token-mean"
+        count = sum(len(r.token_ids) for r in minibatch.rollouts) if by_token else len(minibatch.rollouts)
+        parts = []
+        for number, members in enumerate(minibatch.packs, 1):
+            rollouts = [minibatch.rollouts[i] for i in members]
+            before = None if comparison is not None else [old[id(r)] for r in rollouts]
+            self.model.set_requires_gradient_sync(number == len(minibatch.packs))  # type: ignore[operator]
+            loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count)
+            (loss * self.world).backward()  # FSDP takes the mean over ranks
+            parts.append(found)
+            if comparison is not None:
+                self._see(comparison, rollouts, logprobs)
+        return total(parts)
+
+    def _see(self, comparison: Comparison, rollouts: list[Rollout], logprobs: list[Tensor]) -> None:
+        for rollout, values in zip(rollouts, logprobs, strict=True):
+            comparison.see(rollout, values.detach(), self.llm.weight_version)
+
+    def _compare(self, comparison: Comparison) -> dict[str, float]:
+        whole = comparison.reduce()
+        if self.config.check == "every" or (self.config.check == "first" and self.steps_done == 0):
+            whole.require_equal(self.llm.contract, contract_of(self.model))
+        return {
+            "max_difference": whole.worst,
+            "mean_difference": whole.total / max(1, whole.tokens),
+            "compared_tokens": whole.tokens,
+        }
+
+    def _has_gradient(self, minibatch: Minibatch) -> bool:
+        return bool(minibatch.advantages.any()) or self.objective.reference is not None
+
+    def _update(self) -> float:
+        """One optimizer step; the gradient's norm before clipping."""
+        found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        if not norm < float("inf"):
+            raise FloatingPointError(f"step {self.steps_done}: the gradient's norm is {norm}; nothing was changed")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * min(1.0, (self.updates_done + 1) / (self.config.warmup + 1))
+        self.optimizer.step()
+        self.updates_done += 1
+        return norm
+
+    # --- what to report ---------------------------------------------------------------------------------------------
+
+    def _describe(self, rollouts: list[Rollout]) -> dict[str, float]:
+        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+        ages = torch.cat([self.llm.weight_version - r.versions for r in rollouts]).double()
+        lengths = torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.float64)
+        return {
+            "step": self.steps_done,
+            "version": self.llm.weight_version,
+            "reward": float(rewards.mean()),
+            "length": float(lengths.mean()),
+            "truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+            "staleness": float(ages.mean()),
+            "max_staleness": float(ages.max()),
+        }
+
+    def _over_ranks(self, sums: Sums) -> Sums:
+        every: list = [None] * self.world
+        dist.all_gather_object(every, sums)
+        return total(every)
+
+    def _speed(self, rollouts: list[Rollout]) -> dict[str, float]:
+        new, all_tokens = (sum(map(len, t)) for t in zip(*((r.token_ids, r.sequence) for r in rollouts), strict=True))
+        seconds = self._seconds
+        return {
+            "rollout_tokens_per_second": new / seconds["rollout"],
+            "train_tokens_per_second": all_tokens / seconds["train"],
+            **{f"{name}_seconds": value for name, value in seconds.items()},
+        }
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - start
+
+    # --- a run ------------------------------------------------------------------------------------------------------
+
+    def fit(self, on_step: Callable[[dict[str, float]], None] = lambda metrics: None) -> None:
+        """Steps until `config.steps` are done, with checkpoints; `on_step` gets each step's metrics."""
+        while self.steps_done < self.config.steps:
+            on_step(self.step())
+            due = self.config.save_every and self.steps_done % self.config.save_every == 0
+            if due or (self.config.output_dir and self.steps_done == self.config.steps):
+                self.save()
+
+    def evaluate(self, count: int = 256) -> float:
+        """Mean reward of greedy answers to `count` validation problems."""
+        return self.worker.evaluate(count)
+
+    def save(self) -> None:
+        """A checkpoint in `output_dir`, complete or absent. OSError where it can't be written; older ones stay."""
+        assert self.config.output_dir is not None, "the configuration has no output_dir"
+        state = {
+            "step": self.steps_done,
+            "updates": self.updates_done,
+            "weight_version": self.llm.weight_version,
+            "world_size": self.world,
+            "contract": asdict(contract_of(self.model)),
+        }
+        save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
+
+    def load(self) -> bool:
+        """Resumes from the newest checkpoint in `output_dir`; False without one.
+
+        Bit for bit what an uninterrupted run would have done, with the same configuration and number of ranks and with
+        staleness 0 (groups that were on their way start anew). NumericsError for a checkpoint of another contract.
+        """
+        path = latest(self.config.output_dir) if self.config.output_dir else None
+        if path is None:
+            return False
+        state = load_checkpoint(path, self.model, self.optimizer, self._check_contract)
+        self.steps_done, self.updates_done = state["step"], state["updates"]
+        if state["weight_version"] > self.llm.weight_version:
+            self.llm.update_weights(self.model, state["weight_version"])
+        self.worker.restart(self.steps_done * self.config.groups_per_step)
+        return True
+
+    def _check_contract(self, state: dict) -> None:
+        fields = {f.name for f in dataclasses.fields(Contract)}
+        contract_of(self.model).check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))

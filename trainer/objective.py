@@ -1,0 +1,124 @@
+"""The loss of a pack of rollouts, and what to report about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..correction import LogProbs, Statistic, correction_metrics, policy_loss, summarize
+from ..correction.losses import aggregate
+from ..engine import SamplingParams
+from .config import TrainConfig
+from .logprobs import token_logprobs
+from .losses import contribution, reference_kl
+from .rollout import Rollout
+
+Sums = dict[str, float]
+
+
+def total(parts: Iterable[Sums]) -> Sums:
+    result: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            result[name] = result.get(name, 0.0) + value
+    return result
+
+
+def completion_logprobs(
+    model: PreTrainedModel, rollouts: list[Rollout], params: SamplingParams
+) -> tuple[list[Tensor], Tensor]:
+    """Log-probs fp32 [T] of each completion, and all entropies [sum of T].
+
+    Without rollouts, a forward all the same: under FSDP a rank with nothing to do takes part in the others'.
+    """
+    sequences, lens = [r.sequence for r in rollouts], [len(r.prompt_token_ids) for r in rollouts]
+    logprobs, entropies = token_logprobs(
+        model, sequences or [[0]], params, prompt_lens=lens or [1], return_entropy=True
+    )
+    if not rollouts:
+        return [], entropies[0][:1]
+    return [v[p:] for v, p in zip(logprobs, lens, strict=True)], torch.cat(
+        [e[p:] for e, p in zip(entropies, lens, strict=True)]
+    )
+
+
+class Objective:
+    """The configured loss of packs whose sum over all packs and ranks is one update's."""
+
+    def __init__(self, config: TrainConfig, model: PreTrainedModel, reference: PreTrainedModel | None):
+        self.config, self.model, self.reference = config, model, reference
+
+    def __call__(
+        self, rollouts: list[Rollout], advantages: Tensor, old: list[Tensor] | None, normalizer: float
+    ) -> tuple[Tensor, list[Tensor], Sums]:
+        """(loss, the completions' log-probs, sums for `report`).
+
+        advantages: fp64 [S]. old: log-probs of the policy that the update started from, each fp32 [T]; None when that
+        is the model as it is. normalizer: tokens or sequences of the whole update, as the algorithm counts.
+        """
+        config, recipe = self.config, self.config.recipe
+        current, entropy = completion_logprobs(self.model, rollouts, config.sampling)
+        reference: list[Tensor] = []
+        if self.reference is not None:
+            with torch.no_grad():
+                reference, _ = completion_logprobs(self.reference, rollouts, config.sampling)
+        if not rollouts:
+            return entropy.sum() * 0.0, [], {}
+        lengths = [len(r.token_ids) for r in rollouts]
+        tokens = torch.cat(current)
+        data = LogProbs(
+            mask=torch.ones(len(tokens)),
+            rollout=torch.cat([r.logprobs for r in rollouts]),
+            old=torch.cat(old) if old is not None else tokens.detach(),
+            current=tokens,
+            offsets=torch.tensor([0, *lengths]).cumsum(0),
+        )
+        advantage = advantages.repeat_interleave(torch.tensor(lengths))
+        if self.reference is not None and config.kl == "k1":
+            penalties = reference_kl(data.old, torch.cat(reference), "k1").split(lengths)  # type: ignore[union-attr,arg-type]
+            to_go = [p.flip(0).cumsum(0).flip(0) for p in penalties]
+            advantage = advantage - config.kl_coef * torch.cat(to_go)
+        divisor = float(config.sampling.max_tokens or 1) if recipe.aggregation.endswith("-norm") else None
+        result = policy_loss(
+            data, advantage, config.mode, recipe.kind, config.correction, clip=config.clip or recipe.clip,
+            dual_clip=config.dual_clip, aggregation=recipe.aggregation, divisor=divisor, normalizer=normalizer,
+        )  # fmt: skip
+        loss = result.loss
+        if self.reference is not None and config.kl == "k3":
+            kl = reference_kl(tokens, torch.cat(reference), "k3").double()
+            kept = torch.ones(len(kl), dtype=torch.bool)
+            loss = loss + config.kl_coef * aggregate(
+                kl, kept, data, recipe.aggregation, "original", divisor, normalizer
+            )
+        return loss, current, self._sums(data, advantage, entropy, result.clipped)
+
+    @torch.no_grad()
+    def _sums(self, data: LogProbs, advantage: Tensor, entropy: Tensor, clipped: Tensor) -> Sums:
+        share = contribution(data.log_ratio("current/rollout"), advantage)
+        sums = {
+            "entropy": entropy.sum(),
+            "clipped": clipped.sum(),
+            "k1": Statistic("old/rollout", "k1").of(data).sum(),
+            "k3": Statistic("old/rollout", "k3").of(data).sum(),
+            "contribution_positive": share[advantage > 0].sum(),
+            "contribution_negative": share[advantage < 0].sum(),
+            **correction_metrics(self.config.correction, data, advantage),
+        }
+        return {name: float(value) for name, value in sums.items()}
+
+
+def report(sums: Sums) -> dict[str, float]:
+    """Means per token of an update's sums (of all ranks); corrections as `summarize` has them.
+
+    k1, k3: estimators of the mismatch KL(rollout || old). contribution_*: C(r) of current/rollout, by the advantage's
+    sign. Empty without tokens.
+    """
+    if not sums:
+        return {}
+    own = ("entropy", "clipped", "k1", "k3", "contribution_positive", "contribution_negative")
+    result = {name: sums[name] / sums["tokens"] for name in own}
+    corrected = {name: torch.tensor(value) for name, value in sums.items() if name not in own}
+    return result | {f"correction/{name}": value for name, value in summarize(corrected).items()}

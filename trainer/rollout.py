@@ -1,0 +1,136 @@
+"""A trainer's rollouts: groups of samples per prompt, scored, in the same order on every rank."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine import LLM, SamplingParams
+from ..engine.outputs import Completion, RequestOutput
+from .tasks import Problem, Task
+
+
+class RewardError(RuntimeError):
+    """A task's reward function failed; the message names the problem and the completion."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample. group: number of its problem. logprobs: fp32 [T], versions: int64 [T], the weights' of each token."""
+
+    group: int
+    problem: Problem
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: Tensor
+    versions: Tensor
+    finish_reason: str
+    text: str
+    reward: float
+
+    @property
+    def sequence(self) -> list[int]:
+        return self.prompt_token_ids + self.token_ids
+
+
+class RolloutWorker:
+    """Keeps an engine busy with groups numbered 0, 1, 2 …; rank r of n serves those with number % n == r.
+
+    Problem and random numbers depend on the group's number alone, so that the number of ranks changes no rollout.
+    """
+
+    def __init__(self, llm: LLM, task: Task, params: SamplingParams, seed: int, chat: bool = False):
+        if llm.tokenizer is None:
+            raise ValueError(f"training on a task needs a tokenizer, and {llm.path} has none")
+        self.llm, self.task, self.params, self.seed, self.chat = llm, task, params, seed, chat
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._submitted = 0  # the next group that nobody asked the engine for
+        self._running: dict[str, tuple[int, Problem]] = {}
+        self._finished: dict[int, list[Rollout]] = {}
+
+    def restart(self, first: int) -> None:
+        """Forgets everything; the next group is `first`."""
+        for request_id in list(self._running):
+            self.llm.abort(request_id)
+        self._running.clear()
+        self._finished.clear()
+        self._submitted = first
+
+    def collect(self, first: int, last: int, ahead: int = 0) -> list[Rollout]:
+        """All ranks' rollouts of groups [first, last), in order; `ahead` more groups are started meanwhile.
+
+        Groups that run ahead go on under whatever weights come: each of their tokens carries its version.
+        """
+        failure: Exception | None = None
+        mine: list[Rollout] = []
+        try:
+            self._submit(last + ahead)
+            wanted = {g for g in range(first, last) if g % self.world == self.rank}
+            while not wanted <= self._finished.keys():
+                for output in self.llm.step():
+                    if output.finished and output.request_id in self._running:
+                        self._finish(output)
+            mine = [r for g in sorted(wanted) for r in self._finished.pop(g)]
+        except Exception as error:  # the others learn of it, and don't wait
+            failure = error
+        gathered: list = [None] * self.world
+        dist.all_gather_object(gathered, (mine, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (_, problem) in enumerate(gathered):
+            if problem is not None:
+                raise RuntimeError(f"rank {rank} failed: {problem}")
+        rollouts = [r for rollouts, _ in gathered for r in rollouts]
+        return sorted(rollouts, key=lambda r: r.group)  # stable: samples stay in order
+
+    def evaluate(self, count: int) -> float:
+        """Mean reward of greedy answers to the first `count` validation problems, over all ranks."""
+        problems = [self.task.problem(i, "validation") for i in range(self.rank, count, self.world)]
+        greedy = replace(self.params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        outputs = self.llm.generate([self._prompt(p) for p in problems], greedy, use_tqdm=False)
+        rewards = [self._reward(p, o.completions[0]) for p, o in zip(problems, outputs, strict=True)]
+        total = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def _submit(self, end: int) -> None:
+        for group in range(self._submitted, end):
+            if group % self.world == self.rank:
+                problem = self.task.problem(group)
+                seed = random.Random(f"{self.seed}/{group}").getrandbits(64)
+                request = self.llm.add_request(self._prompt(problem), replace(self.params, seed=seed))
+                self._running[request] = group, problem
+        self._submitted = max(self._submitted, end)
+
+    def _prompt(self, problem: Problem):
+        return self.llm.chat_prompt([{"role": "user", "content": problem.prompt}]) if self.chat else problem.prompt
+
+    def _finish(self, output: RequestOutput) -> None:
+        group, problem = self._running.pop(output.request_id)
+        rollouts = []
+        for c in output.completions:
+            if c.finish_reason == "error":
+                raise RuntimeError(f"the engine failed on {problem.prompt!r}: {c.stop_reason}")
+            versions = torch.cat([torch.full((s.end - s.start,), s.version) for s in c.weight_versions])
+            rollouts.append(
+                Rollout(
+                    group, problem, output.prompt_token_ids, c.token_ids, torch.tensor(c.logprobs), versions,
+                    c.finish_reason or "", c.text or "", self._reward(problem, c),
+                )
+            )  # fmt: skip
+        self._finished[group] = rollouts
+
+    def _reward(self, problem: Problem, completion: Completion) -> float:
+        where = f"of the answer {completion.text!r} to {problem.prompt!r}"
+        try:
+            reward = float(self.task.reward(problem, completion.text or ""))
+        except Exception as error:
+            raise RewardError(f"the reward {where} raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(reward):
+            raise RewardError(f"the reward {where} is {reward}; rewards must be finite")
+        return reward
