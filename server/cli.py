@@ -1,4 +1,4 @@
-"""The command line: `samebits generate | chat | rollout | diagnose | calibrate | verify | contract | bench`."""
+"""The command line: `samebits generate | chat | rollout | train | diagnose | calibrate | verify | contract | bench`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .train import train
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Rollouts whose log-probs are, bit for bit, the trainer's.",
 )
 console = Console()
+app.command()(train)
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
 DType = Annotated[str, typer.Option(help="float32 or bfloat16.")]
