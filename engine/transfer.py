@@ -219,8 +219,15 @@ def _new_group(where: str, rank: int, world_size: int, name: str, backend: str, 
     store.set_timeout(limit)
     # NCCL's own watchdog may end the process, so ours must be first
     kept = 2 * limit if backend == "nccl" else limit
+    prefixed: dist.Store = dist.PrefixStore(name, store)
     group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=kept
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        prefixed,
+        name,
+        timeout=kept,  # type: ignore[arg-type]
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
