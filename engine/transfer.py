@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -219,15 +219,10 @@ def _new_group(where: str, rank: int, world_size: int, name: str, backend: str, 
     store.set_timeout(limit)
     # NCCL's own watchdog may end the process, so ours must be first
     kept = 2 * limit if backend == "nccl" else limit
-    prefixed: dist.Store = dist.PrefixStore(name, store)
+    prefixed = dist.PrefixStore(name, store)
+    named: Any = name  # typed as torch's own NewType
     group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        dist.Backend(backend),
-        prefixed,
-        name,
-        timeout=kept,  # type: ignore[arg-type]
+        world_size, rank, [], dist.Backend(backend), prefixed, named, timeout=kept
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group

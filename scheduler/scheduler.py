@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -115,6 +116,7 @@ class Scheduler:
         queue.remove(seq)
         self.blocks.release(seq)
         seq.num_scheduled_tokens = 0
+        seq.stale_kv = False
 
     def advance(self, batch: Batch) -> None:
         """The step's KV exists: moves the counters and publishes full blocks."""
@@ -148,11 +150,18 @@ class Scheduler:
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
 
-    def preempt_all(self, salt: bytes) -> None:
-        """New weights: no KV is valid any more; running sequences start over from their tokens."""
+    def preempt_all(self, salt: bytes, keep: Callable[[Sequence], bool] = lambda seq: False) -> None:
+        """New weights: no KV is valid any more; running sequences start over from their tokens.
+
+        Those to `keep` go on from the KV that they have, which is then stale.
+        """
         for seq in reversed(list(self.running)):
-            self._preempt(seq)
-        self.block_copies.clear()
+            if keep(seq):
+                seq.stale_kv = True
+            else:
+                self._preempt(seq)
+        if not self.running:
+            self.block_copies.clear()
         self.blocks.reset_prefix_cache(salt)
 
     def check(self) -> None:
