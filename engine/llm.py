@@ -219,9 +219,6 @@ class LLM:
                 return
             self._runner.copy_blocks(self.scheduler.block_copies)
             self.scheduler.block_copies.clear()
-            for seq in batch.sequences:
-                if seq.request.num_cached_tokens is None:
-                    seq.request.num_cached_tokens = seq.num_cached_tokens
             results = self._runner.run(batch)
             self.scheduler.advance(batch)
             for seq in batch.sequences:
@@ -316,9 +313,8 @@ class LLM:
         with _deferred_interrupt():
             self._weights.switch(update)
             self.weight_version, self.has_weights, self._weights_path = version, True, update.path
-            self.scheduler.preempt_all(
-                self._salt(), lambda seq: not recompute_running and not seq.request.partly_scored
-            )
+            keep = () if recompute_running else [r for r in self._requests.values() if not r.partly_scored]
+            self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
             for request in self._requests.values():
                 if request.partly_scored:
                     request.prompt_scores = []

@@ -62,7 +62,6 @@ class Request:
     eos_token_ids: tuple[int, ...]  # empty when EOS is ignored
     samples: list[Sample] = field(default_factory=list)
     prompt_scores: list[SampledToken] = field(default_factory=list)
-    num_cached_tokens: int | None = None  # prefix hit of the first sample's first run
 
     @property
     def finished(self) -> bool:
@@ -119,7 +118,7 @@ class Request:
             finished=self.finished,
             prompt_top_logprobs=None if scores is None else [{}, *(s.top_logprobs or {} for s in scores)],
             prompt_ranks=None if scores is None else [0, *(s.rank for s in scores)],
-            num_cached_tokens=self.num_cached_tokens or 0,
+            num_cached_tokens=self.samples[0].num_prefix_hit or 0,
         )
 
     def _text(self, sample: Sample, tokenizer) -> str | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -148,7 +148,7 @@ class WeightGroup:
             raise ValueError(f"the manifest says {spec}, but the tensor to send is {found}")
         return pair[1].detach().to(self.device).contiguous()
 
-    def receive(self, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> Generator[tuple[str, Tensor]]:
         """Yields (name, tensor) in the manifest's order while the next bucket is already on its way.
 
         Close the generator (`contextlib.closing`) when you may stop early: it then takes and drops the rest, so that

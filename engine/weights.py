@@ -65,15 +65,13 @@ class WeightLoader:
         for name, slots in self.slots.items():
             module, leaf = slots[0]
             if packed(module, leaf):
-                rows = (
-                    module.packed.rows(torch.arange(i, min(i + 1024, module.packed.features)))
-                    for i in range(0, module.packed.features, 1024)
-                )
+                parts = torch.arange(module.packed.features).split(1024)
+                rows: Iterable[Tensor] = map(module.packed.rows, parts)
             else:
-                rows = iter([getattr(module, leaf).detach()])
+                rows = [getattr(module, leaf).detach()]
             digest = hashlib.blake2b(digest_size=16)
             for part in rows:
-                digest.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+                digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             hashes[name] = digest.hexdigest()
         return hashes
 

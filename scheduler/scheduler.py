@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -96,6 +96,7 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             insort(self.running, seq, key=_arrival)
             self.stats.prefix_hit_tokens += hit
+            seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
         assert batch.sequences or not self.has_work, "nothing scheduled though there is work"
         return batch
@@ -150,13 +151,13 @@ class Scheduler:
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
 
-    def preempt_all(self, salt: bytes, keep: Callable[[Sequence], bool] = lambda seq: False) -> None:
+    def preempt_all(self, salt: bytes, keep: Set[int] = frozenset()) -> None:
         """New weights: no KV is valid any more; running sequences start over from their tokens.
 
-        Those to `keep` go on from the KV that they have, which is then stale.
+        Those whose ids are in `keep` go on from the KV that they have, which is then stale.
         """
         for seq in reversed(list(self.running)):
-            if keep(seq):
+            if seq.seq_id in keep:
                 seq.stale_kv = True
             else:
                 self._preempt(seq)

@@ -99,7 +99,7 @@ class AsyncEngine:
         self.draining = False
         self.pause_mode: str | None = None
         self.paused = threading.Event()
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -255,9 +255,12 @@ class AsyncEngine:
         generation.queue.put_nowait(error)
 
     def forget(self, generation: Generation) -> None:
-        if generation.unfinished:
-            ids = list(generation.unfinished)
-            self._commands.put(lambda: [self.llm.abort(i) for i in ids] and None)  # type: ignore[func-returns-value]
+        ids = list(generation.unfinished)
+        if ids:
+            self._commands.put(lambda: self._abort(ids))
+
+    def _abort(self, engine_ids: Sequence[str]) -> int:
+        return sum(self.llm.abort(i) for i in engine_ids)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends these requests, or all (None), with finish_reason "abort" and what they have; returns how many."""
@@ -266,7 +269,7 @@ class AsyncEngine:
         else:
             found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
             ids = [e for g in {id(g): g for g in found if g}.values() for e in g.unfinished]
-        return await self.call(lambda llm: sum(llm.abort(i) for i in ids))
+        return await self.call(lambda llm: self._abort(ids))
 
     async def pause(self, mode: str, refuse: bool) -> None:
         """Stops between two steps; returns when nothing runs.

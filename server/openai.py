@@ -40,13 +40,13 @@ class _Common(Sampling):
     min_tokens: int | None = None
     seed: int | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_weight_versions: bool | None = False
-    cache_salt: str | None = Field(None, min_length=1)
+    cache_salt: str | None = Field(default=None, min_length=1)
     request_id: RequestId | None = None
 
     def all_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -61,16 +61,16 @@ class CompletionRequest(_Common):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     add_special_tokens: bool = True
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0)
 
 
 class ChatRequest(_Common):
     messages: list[dict[str, Any]]
-    input_ids: list[int] | None = Field(None, description="SGLang's: instead of the chat template's tokens.")
+    input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = Field(None, description="For the chat template; calls are not parsed.")
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[dict[str, Any]] | None = Field(default=None, description="For the chat template; calls are not parsed.")
     tool_choice: Literal["none", "auto"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -83,10 +83,10 @@ class TokensSampling(Sampling):
     max_tokens: int | None = 16
     min_tokens: int | None = None
     seed: int | None = None
-    logprobs: int | None = Field(None, ge=0)
-    prompt_logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     include_stop_str_in_output: bool | None = None
-    output_kind: int | None = Field(None, description="vLLM's own; `stream` decides.")
+    output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
     detokenize: bool | None = None
 
 
@@ -96,7 +96,7 @@ class TokensRequest(Body):
     model: str | None = None
     stream: bool | None = False
     request_id: RequestId | None = None
-    cache_salt: str | None = Field(None, min_length=1)
+    cache_salt: str | None = Field(default=None, min_length=1)
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None
 
@@ -151,7 +151,8 @@ class _Writer:
         body, index = self.body, first + c.index
         self.completion_tokens += len(c.token_ids)
         text = c.text if c.text is not None else ""
-        new, _ = index not in self.begun, self.begun.add(index)
+        new = index not in self.begun
+        self.begun.add(index)
         content = {"role": "assistant", "content": text} if new or not chunk else {"content": text}
         found: dict[str, Any] = {"index": index}
         found |= ({"delta" if chunk else "message": content}) if isinstance(body, ChatRequest) else {"text": text}
@@ -399,7 +400,8 @@ async def tokenize(body: TokenizeRequest, http: Request):
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": server.llm.max_model_len, "tokens": ids}
-    found["token_strs"] = tokenization.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    names = tokenization.need("text").convert_ids_to_tokens
+    found["token_strs"] = names(ids) if body.return_token_strs else None
     return reply(found)
 
 

@@ -82,7 +82,7 @@ class Sampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = Field(None, description="Fast tokenizers have no such spaces.")
+    spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
     def params(self, **more) -> SamplingParams:
         """With these and `more`. ValueError or TypeError where a value is out of range."""

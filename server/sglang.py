@@ -61,8 +61,8 @@ class GenerateBody(Body):
     return_prompt_token_ids: bool | None = False
     stream: bool | None = False
     rid: RequestId | list[RequestId] | None = None
-    cache_salt: str | None = Field(None, min_length=1)
-    extra_key: str | None = Field(None, min_length=1, description="Another name of cache_salt.")
+    cache_salt: str | None = Field(default=None, min_length=1)
+    extra_key: str | None = Field(default=None, min_length=1, description="Another name of cache_salt.")
 
     def prompts(self) -> tuple[list[str | list[int]], bool]:
         """The prompts, and whether they came as a batch."""
@@ -139,7 +139,7 @@ class _Writer:
 
 def _finish_reason(c: Completion) -> dict | None:
     if c.finish_reason == "stop":
-        matched = c.stop_reason if c.stop_reason is not None else (c.token_ids or [None])[-1]
+        matched = c.stop_reason if c.stop_reason is not None else c.token_ids[-1]  # EOS
         return {"type": "stop", "matched": matched}
     if c.finish_reason == "length":
         return {"type": "length", "length": len(c.token_ids)}
@@ -274,7 +274,7 @@ class PauseBody(Body):
 
 
 class _UpdateBody(Body):
-    flush_cache: bool | None = Field(True, description="No KV of other weights is ever used, flushed or not.")
+    flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
     abort_all_requests: bool | None = False
     weight_version: str | int | None = None
 
@@ -307,7 +307,9 @@ class FromDistributedBody(_UpdateBody):
     shapes: list[list[int]]
     group_name: str = DEFAULT_NAME
     load_format: Literal["flattened_bucket"] | None = None
-    bucket_bytes: int | None = Field(None, ge=1, description="samebits' own: broadcasts of at most so many bytes.")
+    bucket_bytes: int | None = Field(
+        default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
+    )
     selector: Literal["all"] | None = "all"
 
 

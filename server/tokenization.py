@@ -29,7 +29,7 @@ class Tokenization:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        return max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return max((len(token) for token in self.need("text").get_vocab()), default=1)
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """ValueError for a prompt that is too long however it is split: it isn't worth tokenising."""
