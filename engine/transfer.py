@@ -111,15 +111,15 @@ class WeightGroup:
         where = f"{master_address}:{master_port}"
         logger.info("joining weight group %r at %s as rank %d of %d over %s", name, where, rank, world_size, backend)
         try:
-            self._pg: dist.ProcessGroup | None = _new_group(where, rank, world_size, name, backend, timeout)
-        except (RuntimeError, ValueError) as error:  # torch's: timed out, refused, name taken
+            self._backend: Any = _new_backend(where, rank, world_size, name, backend, timeout)
+        except (RuntimeError, ValueError) as error:  # torch's: timed out, refused
             raise TransferError(
                 f"rank {rank} of {world_size} could not join weight group {name!r} at {where} in {timeout:g} s: {error}"
             ) from error
 
     @property
     def usable(self) -> bool:
-        return self._pg is not None
+        return self._backend is not None
 
     def send(
         self,
@@ -172,11 +172,11 @@ class WeightGroup:
         return flat, self._broadcast(flat), bucket
 
     def _broadcast(self, tensor: Tensor) -> dist.Work:
-        if self._pg is None:
+        if self._backend is None:
             raise TransferError(f"weight group {self.name!r} is closed; make it anew on all ranks")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._pg.broadcast([tensor], options)
+        return self._backend.broadcast([tensor], options)
 
     def _wait(self, work: dist.Work, bucket: list[TensorSpec]) -> None:
         try:
@@ -196,11 +196,9 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leaves the group; again and again if you like."""
-        pg, self._pg = self._pg, None
-        if pg is not None:
-            if self.backend == "nccl":
-                pg.abort()  # an orderly shutdown waits for the others
-            dist.destroy_process_group(pg)
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()  # an orderly shutdown would wait for the others
 
     def __enter__(self) -> WeightGroup:
         return self
@@ -209,23 +207,23 @@ class WeightGroup:
         self.close()
 
 
-def _new_group(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> dist.ProcessGroup:
-    """`init_process_group` for a group beside the default one; torch has no public call for it.
+def _new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
+    """A group's backend that torch's registry of groups doesn't know, so that names may repeat in a process.
 
-    The prefixes of the store's keys are part of the protocol: they must be those that other frameworks' senders use.
+    The prefixes of the store's keys are part of the protocol: they are those that torch's own helper gives the groups
+    of other frameworks' senders.
     """
     limit = timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous(f"tcp://{where}", rank, world_size, timeout=limit))
     store.set_timeout(limit)
-    # NCCL's own watchdog may end the process, so ours must be first
-    kept = 2 * limit if backend == "nccl" else limit
-    prefixed = dist.PrefixStore(name, store)
-    named: Any = name  # typed as torch's own NewType
-    group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], dist.Backend(backend), prefixed, named, timeout=kept
-    )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
+    device = next(iter(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()))
+    for prefix in (name, f"{name}/", f"{device}/"):
+        store = dist.PrefixStore(prefix, store)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * limit  # its watchdog may end the process: our own deadline must be first
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def _buckets(manifest: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:

@@ -137,7 +137,7 @@ class WeightUpdate:
         """
         if isinstance(source, nn.Module):
             if contract is not None:
-                _check_contract(source, contract)
+                check_contract(source, contract)
             state = source.state_dict()
             self.check(manifest_of(state), complete=True)
             source = full_tensors(state)
@@ -185,7 +185,7 @@ def packed(module: nn.Module, leaf: str) -> bool:
     return leaf == "weight" and getattr(module, "packed", None) is not None
 
 
-def _check_contract(module: nn.Module, contract: Contract) -> None:
+def check_contract(module: nn.Module, contract: Contract) -> None:
     """The trainer's numerics must be the engine's; fp32 master weights may feed an engine of a lower dtype."""
     if not any(isinstance(m, LMHead) for m in module.modules()):
         raise NumericsError(

@@ -17,10 +17,10 @@ from ..engine import LLM, WeightUpdateError
 from ..engine.transfer import TransferError
 from ..kernels.contract import NumericsError
 from . import control, openai, sglang
-from .async_engine import AsyncEngine, UnavailableError
+from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
 from .metrics import Metrics
-from .protocol import ClientGoneError, GenerationError, problem, reply
+from .protocol import ClientGoneError, problem, reply
 from .service import ModelNotFoundError, Service, service
 from .updates import ConflictError, WeightUpdates
 
@@ -151,9 +151,10 @@ def _add_error_replies(app: FastAPI) -> None:
         return problem(error.status_code, str(error.detail), dict(error.headers or {}))
 
     async def failed(http: Request, error: Exception) -> Response:
-        status = next((s for kind in type(error).__mro__ if (s := _STATUS.get(kind))), 500)
-        headers = {"Retry-After": "1"} if status == 503 else None
-        return problem(status, f"{error}" if status < 500 else f"{type(error).__name__}: {error}", headers)
+        known = next((kind for kind in type(error).__mro__ if kind in _STATUS), None)
+        status = _STATUS[known] if known else 500  # type: ignore[index]
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        return problem(status, message, {"Retry-After": "1"} if status == 503 else None)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(StarletteHTTPException, refused)

@@ -29,6 +29,10 @@ class UnavailableError(RuntimeError):
     """The server takes no request now; the client may try again later."""
 
 
+class GenerationError(RuntimeError):
+    """The engine failed while it worked on a request."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """What every dialect's request becomes: one prompt (text or token ids), sampled `params.n` times."""
@@ -122,10 +126,10 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while not self._stopping:
-            working = not self.paused.is_set() and self.llm.ready and self.llm.has_unfinished_requests()
-            self._take_commands(wait=not working)
+            self._take_commands(wait=not self._has_work())
             if self._stopping:
                 return
+            working = self._has_work()  # a command may have paused it, or put it to sleep
             begin = time.perf_counter()
             try:
                 outputs = self.llm.step() if working else self.llm.take_outputs()
@@ -137,6 +141,9 @@ class AsyncEngine:
                 self.on_step(time.perf_counter() - begin)
             if outputs:
                 self.loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _has_work(self) -> bool:
+        return not self.paused.is_set() and self.llm.ready and self.llm.has_unfinished_requests()
 
     def _take_commands(self, wait: bool) -> None:
         if wait:
@@ -252,7 +259,7 @@ class AsyncEngine:
     def _end(self, generation: Generation, error: Exception) -> None:
         for engine_id in list(generation.unfinished):
             self._release(engine_id)
-        generation.queue.put_nowait(error)
+        generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))
 
     def forget(self, generation: Generation) -> None:
         ids = list(generation.unfinished)

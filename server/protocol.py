@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from ..engine.sampling_params import RequestOutputKind
-from .async_engine import AsyncEngine, GenerateRequest, Generation
+from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +145,6 @@ def problem(status: int, message: str, headers: dict[str, str] | None = None, ki
 
 class ClientGoneError(Exception):
     """Nobody reads the reply."""
-
-
-class GenerationError(RuntimeError):
-    """A request ended with an error of the engine's."""
 
 
 def check_finished(outputs: Iterable[RequestOutput]) -> None:

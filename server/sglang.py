@@ -179,7 +179,7 @@ def _joined(spans: list) -> list:
     return joined
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
+@router.post("/generate")
 async def generate(body: GenerateBody, http: Request):
     """Generates from text or token ids, one prompt or a batch."""
     server = service(http)
@@ -334,7 +334,8 @@ def done(message: str, **more) -> Any:
     return reply({"success": True, "message": message, "status": "ok", **more})
 
 
-@control.api_route("/flush_cache", methods=["GET", "POST"])
+@control.get("/flush_cache")
+@control.post("/flush_cache")
 async def flush_cache(http: Request):
     """Forgets cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
     server = service(http)
@@ -439,7 +440,8 @@ async def end_weight_update(http: Request, body: SelectorBody | None = None):
     return done(f"version {server.updates.label!r} is in force")
 
 
-@control.api_route("/release_memory_occupation", methods=["GET", "POST"])
+@control.get("/release_memory_occupation")
+@control.post("/release_memory_occupation")
 async def release_memory_occupation(http: Request, body: MemoryBody | None = None):
     """Frees memory; the header x-samebits-freed-bytes says how much. Requests wait."""
     tags = (body or MemoryBody()).ours
@@ -447,7 +449,8 @@ async def release_memory_occupation(http: Request, body: MemoryBody | None = Non
     return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
 
 
-@control.api_route("/resume_memory_occupation", methods=["GET", "POST"])
+@control.get("/resume_memory_occupation")
+@control.post("/resume_memory_occupation")
 async def resume_memory_occupation(http: Request, body: MemoryBody | None = None):
     """Takes the memory again. Weights come back from their checkpoint, or must be updated."""
     tags = (body or MemoryBody()).ours

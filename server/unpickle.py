@@ -44,6 +44,7 @@ class _LocalSerializedTensor:
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
+    ("torch", "Tensor"): torch.Tensor,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
     ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,

@@ -63,6 +63,13 @@ def test_tensors_arrive_as_they_were_sent_in_buckets_of_any_size(sender, act, bu
         assert process.exitcode == 0
 
 
+def test_senders_that_use_torchs_own_helper_are_understood(sender):
+    with sender("sglang", count=5) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
+        assert identical(group.receive(manifest_of(tensors(5))), tensors(5))
+        process.join(20)
+        assert process.exitcode == 0
+
+
 def test_a_receiver_that_stops_early_stays_in_step(sender):
     with sender(count=9, rounds=2) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
         with contextlib.closing(group.receive(manifest_of(tensors(9)))) as pairs:
