@@ -227,13 +227,14 @@ def shared_by_file():
     torch.multiprocessing.set_sharing_strategy(before)
 
 
-def flattened(state):
+def flattened(state, monkeypatch):
     """SGLang's bucket, under SGLang's class names."""
-    module = types.ModuleType("sglang.srt.weight_sync.tensor_bucket")
+    module = types.ModuleType("sglang.tensor_bucket")
     fields = ["name", "shape", "dtype", "start_idx", "end_idx", "numel"]
     made = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
     made.__module__, module.FlattenedTensorMetadata = module.__name__, made
-    sys.modules[module.__name__] = module
+    monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     entries, parts, start = [], [], 0
     for name, tensor in state.items():
         part = tensor.detach().reshape(-1).view(torch.uint8)
@@ -244,8 +245,8 @@ def flattened(state):
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_from_pickled_tensors(server, state, new_rollout, shared_by_file, load_format):
-    tensors = flattened(state) if load_format else [(n, t.detach().clone()) for n, t in state.items()]
+def test_from_pickled_tensors(server, state, new_rollout, shared_by_file, load_format, monkeypatch):
+    tensors = flattened(state, monkeypatch) if load_format else [(n, t.detach().clone()) for n, t in state.items()]
     body = {"serialized_named_tensors": [serialized(tensors)], "load_format": load_format, "weight_version": "2"}
     reply = server.ok("/update_weights_from_tensor", body)
     assert reply["message"] == "version '2' is in force"
