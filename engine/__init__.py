@@ -3,8 +3,8 @@
 from .config import EngineConfig
 from .llm import LLM, EngineStats
 from .outputs import Completion, RequestOutput, VersionSpan
-from .sampling_params import SamplingParams
-from .weights import WeightUpdateError
+from .sampling_params import RequestOutputKind, SamplingParams
+from .weights import WeightUpdate, WeightUpdateError
 
 __all__ = [
     "LLM",
@@ -12,7 +12,9 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "VersionSpan",
+    "WeightUpdate",
     "WeightUpdateError",
 ]

@@ -10,8 +10,9 @@ class TextStream:
     ones' text is cut off.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
         self.text = ""
         self._known = 0  # tokens [_known, _read) are decoded again, as the context of the next ones
         self._read = 0
@@ -27,7 +28,7 @@ class TextStream:
             self._known, self._read = self._read, len(token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens) if token_ids else ""
 
     def shown(self, stop: Sequence[str]) -> str:
         """The text without an end that may become a stop string."""

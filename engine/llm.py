@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
+import pathlib
 import signal
 import threading
 import time
@@ -22,15 +22,16 @@ from ..model.checkpoint import CheckpointError, resolve
 from ..model.exact import contract_of, eos_token_ids, exact_model
 from ..scheduler import BlockManager, Scheduler
 from .config import EngineConfig
+from .input_processor import InputProcessor, Prompt
 from .model_runner import Draw, ModelRunner
 from .outputs import RequestOutput
-from .request import Request, Sample, SampledToken
-from .sampling_params import SamplingParams
-from .weights import Source, WeightLoader
+from .request import Request, SampledToken
+from .sampling_params import RequestOutputKind, SamplingParams
+from .weights import Source, WeightLoader, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | dict[str, Any]
+MEMORY_TAGS = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class LLM:
         self.max_model_len = self.config.max_model_len or limit
         self.eos_token_ids = eos_token_ids(hf)
         self.weight_version = 0
+        self.has_weights = True
+        self._weights_path: pathlib.Path | None = self.path  # where the weights in force can be read again
         self._weights = WeightLoader(hf)
         self.weight_bytes = sum(p.nbytes for p in hf.parameters())
         block_bytes = ModelRunner.block_bytes(hf)
@@ -88,6 +91,7 @@ class LLM:
         self._generation_tokens = 0
         self._step_seconds = 0.0
         self.tokenizer = None if self.config.skip_tokenizer_init else self._load_tokenizer()
+        self.processor = self.input_processor(self.tokenizer)
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -112,7 +116,8 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling_params; give one, or one per prompt")
-        requests = [self._request(p, s, None) for p, s in zip(prompts, each, strict=True)]  # type: ignore[arg-type]
+        pairs = zip(prompts, each, strict=True)
+        requests = [self.process(p, s, self._new_request_id()) for p, s in pairs]  # type: ignore[arg-type]
         try:
             with _deferred_interrupt():
                 for request in requests:
@@ -145,26 +150,43 @@ class LLM:
 
     def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
         """The token ids that the model's chat template makes of a conversation."""
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self.processor.need_tokenizer("chat")
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None) -> str:
-        """Queues one request; drive it with `step`. Returns its id. ValueError at once if it can't be served."""
-        request = self._request(prompt, sampling_params, request_id)
-        self._submit(request)
-        return request.request_id
+    def add_request(
+        self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queues one request (or one from `process`); drive it with `step`. Returns its id.
+
+        ValueError at once if it can't be served.
+        """
+        if not isinstance(prompt, Request):
+            params = sampling_params if sampling_params is not None else SamplingParams()
+            prompt = self.process(prompt, params, self._new_request_id() if request_id is None else request_id)
+        self._submit(prompt)
+        return prompt.request_id
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch. Returns a snapshot of every request that got a token or ended: streaming."""
         self._step()
-        outputs = [r.output(self.tokenizer) for r in self._undelivered.values()]
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What `step` would report, without a step: requests aborted since."""
+        late = RequestOutputKind.FINAL_ONLY
+        due = [r for r in self._undelivered.values() if r.finished or r.params.output_kind is not late]
+        outputs = [r.output(self.tokenizer) for r in due]
         self._undelivered.clear()
         return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Has `step` anything left to compute or to report?"""
         return bool(self._requests or self._undelivered)
+
+    @property
+    def unfinished_request_ids(self) -> list[str]:
+        return list(self._requests)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its samples so far get finish_reason "abort", and `step` reports it once more. False if it
@@ -189,6 +211,8 @@ class LLM:
 
     def _step(self) -> None:
         start = time.perf_counter()
+        if not self.ready:
+            raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
         with _deferred_interrupt():  # state changes whole steps at a time
             batch = self.scheduler.schedule()
             if not batch.sequences:
@@ -211,7 +235,7 @@ class LLM:
             return
         problem = "non-finite logits; check the weights" if math.isnan(token.logprob) else None
         if problem is None and draw.target >= 0:
-            request.prompt_logprobs.append(token.logprob)
+            request.prompt_scores.append(token)
             return
         if problem is None:
             sample.append(token, self.weight_version)
@@ -232,44 +256,16 @@ class LLM:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        text, ids = self._token_ids(prompt)
-        if not ids:
-            raise ValueError("empty prompt: at least one token is needed")
+    def process(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, processor: InputProcessor | None = None
+    ) -> Request:
+        """A checked request for `add_request`. Changes nothing: other threads may call it with their own processor."""
+        cache = self.config.enable_prefix_caching
+        return (processor or self.processor).process(prompt, params, request_id, self.scheduler, cache)
+
+    def input_processor(self, tokenizer) -> InputProcessor:
         vocab = self.model_config.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TypeError(f"prompt token ids must be integers, got {token!r}")
-            if not 0 <= token < vocab:
-                raise ValueError(f"token id {token} is out of range; the vocabulary has {vocab} entries")
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise ValueError(f"prompt of {len(ids)} tokens leaves no room in max_model_len {self.max_model_len}")
-        eos = () if params.ignore_eos else self.eos_token_ids
-        bad = [t for t in params.stop_token_ids if t >= vocab]
-        if bad:
-            raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {vocab} entries")
-        if params.stop:
-            self._need_tokenizer("stop strings")
-        if params.min_tokens and len({*eos, *params.stop_token_ids}) == vocab:
-            raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
-        if request_id is None:
-            request_id = self._new_request_id()
-        elif request_id in self._requests or request_id in self._undelivered:
-            raise ValueError(f"request_id {request_id!r} is in use")
-        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
-        request = Request(request_id, text, ids, params, seed, eos)
-        max_tokens = min(params.max_tokens or room, room)
-        if params.min_tokens > max_tokens:
-            raise ValueError(f"min_tokens {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
-        cache = self.config.enable_prefix_caching and not params.prompt_logprobs
-        for index in range(params.n):
-            request.samples.append(Sample(self._next_seq_id, request, index, max_tokens, cache))
-            self._next_seq_id += 1
-        self.scheduler.check_fits(request.samples[0])
-        return request
+        return InputProcessor(tokenizer, str(self.path), vocab, self.max_model_len, self.eos_token_ids)
 
     def _new_request_id(self) -> str:
         while True:
@@ -278,55 +274,115 @@ class LLM:
                 return request_id
 
     def _submit(self, request: Request) -> None:
+        if request.request_id in self._requests or request.request_id in self._undelivered:
+            raise ValueError(f"request_id {request.request_id!r} is in use")
+        for sample in request.samples:
+            sample.seq_id, self._next_seq_id = self._next_seq_id, self._next_seq_id + 1
         leader, *siblings = request.samples
         leader.siblings = list(siblings)
         self.scheduler.add(leader)
         self._requests[request.request_id] = request
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            return prompt, self._need_tokenizer("string prompts").encode(prompt)
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, list | tuple):
-            raise TypeError(f"a prompt is a string, token ids, or a dict of one of them; got {type(prompt).__name__}")
-        return None, list(prompt)
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def update_weights(self, source: Source, version: int | None = None) -> int:
+    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
         """Replaces all weights, all or nothing, and returns the new version (by default the old one + 1).
 
         source: a module from `exact_model` (also under FSDP2; every rank must then iterate its state dict) of the same
         numerics contract, (name, tensor) pairs of any origin, or a checkpoint directory. Tensors are converted to the
-        engine's dtype. Running requests go on:
-        their KV is recomputed under the new weights, so each token stays exact for the version that sampled it.
+        engine's dtype. Running requests go on: their KV is recomputed under the new weights, so each token stays exact
+        for the version that sampled it. recompute_running=False lets them keep the old weights' KV, which saves the
+        work and gives up their exactness; their version spans say so.
         Raises WeightUpdateError or NumericsError and serves the old weights on when anything is wrong with the source.
         """
-        if version is None:
-            version = self.weight_version + 1
-        valid = isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63
-        if not valid:
-            raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
-        staged = self._weights.stage(source, self.contract)
+        self._check_version(version)
+        update = self.begin_weight_update()
+        update.load(source, self.contract)
+        return self.commit_weight_update(update, version, recompute_running)
+
+    def begin_weight_update(self) -> WeightUpdate:
+        """An update to be loaded in parts, from any thread, while the engine goes on."""
+        return WeightUpdate(self._weights)
+
+    def commit_weight_update(
+        self, update: WeightUpdate, version: int | None = None, recompute_running: bool = True
+    ) -> int:
+        """Puts a complete update in force; otherwise as `update_weights`."""
+        version = self._check_version(version)
+        update.check_complete()
         with _deferred_interrupt():
-            self._weights.switch(staged)
-            self.weight_version = version
-            self.scheduler.preempt_all(self._salt())
+            self._weights.switch(update)
+            self.weight_version, self.has_weights, self._weights_path = version, True, update.path
+            keep = () if recompute_running else [r for r in self._requests.values() if not r.partly_scored]
+            self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
             for request in self._requests.values():
-                request.forget_partial_scores()
+                if request.partly_scored:
+                    request.prompt_scores = []
         return version
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; running requests keep their KV."""
+    def _check_version(self, version: int | None) -> int:
+        if version is None:
+            return self.weight_version + 1
+        if not (isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63):
+            raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
+        return version
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Forgets all cached prefixes. Running requests keep their KV, unless they are to be reset, too: recomputed."""
+        if reset_running_requests:
+            self.scheduler.preempt_all(self._salt())
         self.scheduler.blocks.reset_prefix_cache(self._salt())
 
     def _salt(self) -> bytes:
         return self.weight_version.to_bytes(16, "little")
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Can it step: has it KV memory and weights?"""
+        return self.has_weights and self.has_kv_cache
+
+    @property
+    def has_kv_cache(self) -> bool:
+        return bool(self._runner.kv_caches)
+
+    def sleep(self, level: int = 1) -> int:
+        """Frees the KV memory, at level 2 the weights too, and returns the bytes freed.
+
+        Requests stay and are recomputed after `wake_up`; until then `step` is a RuntimeError.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 (KV cache) or 2 (weights too), got {level!r}")
+        return self.release_memory(MEMORY_TAGS[-level:])
+
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> int:
+        """`sleep`, by the names of what is to be freed."""
+        _check_tags(tags)
+        freed = 0
+        if "kv_cache" in tags and self._runner.kv_caches:
+            self.reset_prefix_cache(reset_running_requests=True)
+            self._runner.kv_caches, freed = [], self.kv_cache_bytes
+        if "weights" in tags and self.has_weights:
+            self._weights.drop()
+            self.has_weights, freed = False, freed + self.weight_bytes
+        return freed
+
+    def wake_up(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Takes the memory again. Dropped weights come back from the checkpoint if that is what they were; otherwise
+        the engine needs an update before it can `step`."""
+        _check_tags(tags)
+        if "weights" in tags and not self.has_weights and self._weights_path is not None:
+            update = self.begin_weight_update()
+            update.load(self._weights_path)
+            self._weights.switch(update)
+            self.has_weights = True
+        if "kv_cache" in tags and not self._runner.kv_caches:
+            self._runner.kv_caches = self._runner.new_kv_caches(self._runner.model, self._runner.num_blocks)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """A hash of each tensor's bytes, as the engine holds it; tied tensors under their first name."""
+        return self._weights.checksums()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -357,11 +413,6 @@ class LLM:
                 "mend it, or use token ids with skip_tokenizer_init=True"
             ) from error
 
-    def _need_tokenizer(self, what: str):
-        if self.tokenizer is None:
-            raise ValueError(f"{what} need a tokenizer, and {self.path} has none; give token ids")
-        return self.tokenizer
-
     def _num_blocks(self, block_bytes: int, block_size: int) -> int:
         per_seq = -(-self.max_model_len // block_size)
         if self.config.kv_cache_memory_bytes is not None:
@@ -373,6 +424,11 @@ class LLM:
         if free < 1:
             raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
         return min(free, per_seq * self.config.max_num_seqs)
+
+
+def _check_tags(tags: Sequence[str]) -> None:
+    if unknown := sorted(set(tags) - set(MEMORY_TAGS)):
+        raise ValueError(f"unknown memory tags {unknown}; choose from {', '.join(MEMORY_TAGS)}")
 
 
 @contextmanager

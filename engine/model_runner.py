@@ -46,6 +46,7 @@ class ModelRunner:
         model.set_attn_implementation(attention.NAME)  # pages have no other
         self.kernels = ops.backend(model.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
+        self.num_blocks = num_blocks
         self.kv_caches = self.new_kv_caches(model, num_blocks)
         self.pack_weights()
 
@@ -56,11 +57,11 @@ class ModelRunner:
     @staticmethod
     def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         """One (k, v) pair a layer."""
-        config, weight = model.config, model.get_output_embeddings().weight
+        config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = num_blocks, config.num_key_value_heads, head_dim
-        new = ops.backend(weight.device).new_kv_cache
-        return [new(*shape, weight.dtype) for _ in range(config.num_hidden_layers)]
+        new = ops.backend(model.device).new_kv_cache
+        return [new(*shape, model.dtype) for _ in range(config.num_hidden_layers)]
 
     @staticmethod
     def block_bytes(model: PreTrainedModel) -> int:
@@ -115,8 +116,8 @@ class ModelRunner:
         for seq in batch.sequences:
             assert isinstance(seq, Sample)
             start, count = seq.num_cached_tokens, seq.num_scheduled_tokens
-            if seq.request.params.prompt_logprobs and seq.sample_index == 0:
-                done = 1 + len(seq.request.prompt_logprobs)  # recompute after preemption scores nothing twice
+            if seq.request.params.prompt_logprobs is not None and seq.sample_index == 0:
+                done = 1 + len(seq.request.prompt_scores)  # recompute after preemption scores nothing twice
                 for position in range(max(start, done - 1), min(start + count, seq.num_prompt_tokens - 1)):
                     draws.append(Draw(seq, len(rows), seq.token_ids[position + 1]))
                     rows.append(first + position - start)
@@ -171,11 +172,14 @@ class ModelRunner:
         result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
         self._add_raw(logits, settings, tokens, result)
         for i, setting in enumerate(settings):
-            if setting.logprobs:
+            count = setting.logprobs if draws[i].target < 0 else setting.prompt_logprobs
+            if count is not None:
+                logits[i, params.banned[i]] = -torch.inf
+                result[i].rank = 1 + int((logits[i] > logits[i, tokens[i]]).sum())
+            if count:
                 logp = logits[i] / (setting.temperature or 1.0)
-                logp[params.banned[i]] = -torch.inf
                 logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
-                values, best = logp.topk(min(setting.logprobs, logp.numel()))
+                values, best = logp.topk(min(count, logp.numel()))
                 result[i].top_logprobs = dict(zip(best.tolist(), values.tolist(), strict=True))
         return result
 

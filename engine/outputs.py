@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled under this weight version."""
+    """Tokens [start, end) of a completion were sampled under this weight version.
+
+    stale_kv: the KV of earlier tokens was an older version's (`LLM.update_weights(recompute_running=False)`), so that
+    no single version gives these log-probs.
+    """
 
     version: int
     start: int
     end: int
+    stale_kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,9 @@ class Completion:
 
     token_ids include the terminal EOS or stop token. finish_reason: "stop", "length", "abort", "error" or
     None (running); stop_reason: the stop string or token id, or what the error was. top_logprobs: per token
-    {token id: log-prob} of the most probable ones.
+    {token id: log-prob} of the most probable ones; ranks: the token's own place among all, from 1.
+
+    With RequestOutputKind.DELTA the lists and the text hold what is new; spans count from the completion's start.
     """
 
     index: int
@@ -30,6 +37,7 @@ class Completion:
     text: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     raw_logprobs: list[float] | None = None
+    ranks: list[int] | None = None
 
     @property
     def weight_version(self) -> int | None:
@@ -39,7 +47,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request and its samples so far. prompt_logprobs: one per prompt token; the first has no context: 0.0."""
+    """A request and its samples so far (RequestOutputKind.DELTA: those with anything new).
+
+    prompt_logprobs: one per prompt token; the first has no context: 0.0. prompt_top_logprobs and prompt_ranks: per
+    prompt token, as for completions; {} and 0 for the first. num_cached_tokens: of the prompt, found in the cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -47,3 +59,6 @@ class RequestOutput:
     completions: list[Completion]
     prompt_logprobs: list[float] | None
     finished: bool
+    prompt_top_logprobs: list[dict[int, float]] | None = None
+    prompt_ranks: list[int] | None = None
+    num_cached_tokens: int = field(default=0, compare=False)  # depends on what ran before

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..scheduler import Sequence
 from .detokenizer import TextStream
 from .outputs import Completion, RequestOutput, VersionSpan
-from .sampling_params import SamplingParams
+from .sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass
@@ -16,29 +16,40 @@ class SampledToken:
     logprob: float
     raw_logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
+    rank: int = 0
 
 
 class Sample(Sequence):
     """A sequence and what was reported about its tokens."""
 
-    def __init__(self, seq_id: int, request: Request, index: int, max_tokens: int, use_prefix_cache: bool):
-        super().__init__(seq_id, request.prompt_token_ids, max_tokens, index, use_prefix_cache)
+    def __init__(self, request: Request, index: int, max_tokens: int, use_prefix_cache: bool):
+        super().__init__(-1, request.prompt_token_ids, max_tokens, index, use_prefix_cache)  # numbered when submitted
         self.request = request
         self.sampled: list[SampledToken] = []
-        self.versions: list[int] = []  # weight version of each sampled token
+        self.versions: list[tuple[int, bool]] = []  # of each sampled token: weight version, stale KV
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.text: str | None = None  # once finished
         self.stream: TextStream | None = None
+        self.reported = 0  # tokens, characters and end, as far as deltas have told
+        self.reported_chars = 0
+        self.reported_end = False
 
     def append(self, token: SampledToken, version: int) -> None:
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
-        self.versions.append(version)
+        self.versions.append((version, self.stale_kv))
 
-    def spans(self) -> list[VersionSpan]:
-        starts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
-        return [VersionSpan(self.versions[a], a, b) for a, b in zip(starts, [*starts[1:], len(self.versions)])]  # noqa: B905
+    @property
+    def news(self) -> bool:
+        """Is there anything that a delta hasn't told?"""
+        return len(self.sampled) > self.reported or (self.finish_reason is not None and not self.reported_end)
+
+    def spans(self, start: int = 0) -> list[VersionSpan]:
+        """Of the tokens from `start` on."""
+        kinds, end = self.versions, len(self.versions)
+        starts = [i for i in range(start, end) if i == start or kinds[i] != kinds[i - 1]]
+        return [VersionSpan(kinds[a][0], a, b, kinds[a][1]) for a, b in zip(starts, [*starts[1:], end])]  # noqa: B905
 
 
 @dataclass
@@ -50,16 +61,16 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...]  # empty when EOS is ignored
     samples: list[Sample] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_scores: list[SampledToken] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.samples)
 
-    def forget_partial_scores(self) -> None:
-        """New weights came while the prompt was being scored: its scores must be of one version."""
-        if len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1:
-            self.prompt_logprobs = []
+    @property
+    def partly_scored(self) -> bool:
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_scores) < len(self.prompt_token_ids) - 1
 
     @property
     def terminal_ids(self) -> list[int]:
@@ -88,44 +99,64 @@ class Request:
         found = [end for end in ends if end[0] >= 0]
         if found:
             cut, string = min(found)
+            cut += len(string) if self.params.include_stop_str_in_output else 0
             sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
 
     def output(self, tokenizer) -> RequestOutput:
-        """A snapshot."""
+        """A snapshot, or what is new since the last one."""
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        samples = [s for s in self.samples if not delta or s.news]
+        scores = None if self.params.prompt_logprobs is None else self.prompt_scores
+        if delta and all(s.reported for s in self.samples):  # told before
+            scores = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
-            completions=[self._completion(s, tokenizer) for s in self.samples],
-            prompt_logprobs=[0.0, *self.prompt_logprobs] if self.params.prompt_logprobs else None,
+            prompt_token_ids=self.prompt_token_ids if delta else list(self.prompt_token_ids),
+            completions=[self._completion(s, tokenizer, delta) for s in samples],
+            prompt_logprobs=None if scores is None else [0.0, *(s.logprob for s in scores)],
             finished=self.finished,
+            prompt_top_logprobs=None if scores is None else [{}, *(s.top_logprobs or {} for s in scores)],
+            prompt_ranks=None if scores is None else [0, *(s.rank for s in scores)],
+            num_cached_tokens=self.samples[0].num_prefix_hit or 0,
         )
 
     def _text(self, sample: Sample, tokenizer) -> str | None:
-        if sample.text is None and tokenizer is not None:
+        params = self.params
+        if sample.text is None and tokenizer is not None and params.detokenize:
+            ids = sample.completion_token_ids
             if sample.finish_reason is None:
                 stream = _stream(sample, tokenizer)
-                stream.read(sample.completion_token_ids)
-                return stream.shown(self.params.stop)
-            sample.text = tokenizer.decode(sample.completion_token_ids, skip_special_tokens=True)
+                stream.read(ids)
+                return stream.shown(params.stop)
+            ended_by_token = sample.finish_reason == "stop" and bool(ids) and ids[-1] in self.terminal_ids
+            if ended_by_token and not params.include_stop_str_in_output:
+                ids = ids[:-1]
+            sample.text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         return sample.text
 
-    def _completion(self, sample: Sample, tokenizer) -> Completion:
-        sampled, params = sample.sampled, self.params
+    def _completion(self, sample: Sample, tokenizer, delta: bool) -> Completion:
+        params, text = self.params, self._text(sample, tokenizer)
+        start, chars = (sample.reported, sample.reported_chars) if delta else (0, 0)
+        sampled = sample.sampled[start:]
+        if delta:
+            sample.reported, sample.reported_chars = len(sample.sampled), len(text or "")
+            sample.reported_end = sample.finish_reason is not None
         return Completion(
             index=sample.sample_index,
-            token_ids=sample.completion_token_ids,
+            token_ids=[s.token_id for s in sampled],
             logprobs=[s.logprob for s in sampled],
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
-            weight_versions=sample.spans(),
-            text=self._text(sample, tokenizer),
+            weight_versions=sample.spans(start),
+            text=None if text is None else text[chars:],
             top_logprobs=None if params.logprobs is None else [s.top_logprobs or {} for s in sampled],
             raw_logprobs=[s.raw_logprob for s in sampled] if params.raw_logprobs else None,  # type: ignore[misc]
+            ranks=None if params.logprobs is None else [s.rank for s in sampled],
         )
 
 
 def _stream(sample: Sample, tokenizer) -> TextStream:
     if sample.stream is None:
-        sample.stream = TextStream(tokenizer)
+        sample.stream = TextStream(tokenizer, sample.request.params.skip_special_tokens)
     return sample.stream

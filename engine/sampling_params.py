@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 MAX_N = 4096
 MAX_LOGPROBS = 1000
+_FLAGS = ("ignore_eos", "raw_logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 MIN_TEMPERATURE = 1e-6  # below, fp32 logits / temperature overflow
 
 
@@ -23,6 +25,14 @@ def _number(name: str, value, low: float, high: float, open_low: bool = False) -
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value}")
 
 
+class RequestOutputKind(Enum):
+    """What `LLM.step` reports of a request: all of it so far each time, only what is new, or nothing before its end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one prompt is sampled; the names are vLLM's.
@@ -34,8 +44,11 @@ class SamplingParams:
     n: samples of the prompt. max_tokens: None is as many as the model allows. min_tokens: EOS and stop tokens have
     probability 0 before. stop: strings that end the text (cut off from it; their tokens stay in token_ids).
     seed: None draws one from the OS per request; samples of one request never share their random numbers.
-    logprobs: that many most probable alternatives per token. prompt_logprobs: score the prompt's tokens too.
+    logprobs: that many most probable alternatives per token, and the token's rank. prompt_logprobs: score the prompt's
+    tokens too, with that many alternatives each (True: 0, False: None).
     raw_logprobs: also report the sampled token's log-prob at temperature 1 without filters.
+    detokenize: False leaves the text out. include_stop_str_in_output: the text keeps the stop string or token that
+    ended it. output_kind: what `LLM.step` reports.
     """
 
     n: int = 1
@@ -50,8 +63,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
     raw_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -66,19 +83,26 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs"):
+        if isinstance(self.prompt_logprobs, bool):
+            object.__setattr__(self, "prompt_logprobs", 0 if self.prompt_logprobs else None)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+        if stop and not self.detokenize:
+            raise ValueError("stop strings are found in the text; they need detokenize=True")
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids or ())
         for token in ids:
             _integer("stop_token_ids", token, 0)
         object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
 
     @property
     def greedy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -16,9 +17,9 @@ from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError
 from ..model.checkpoint import manifest
 from ..model.exact import LMHead, contract_of
+from .transfer import TensorSpec, full_tensors, manifest_of
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
-Staged = dict[str, Tensor | ops.PackedWeight]
 
 
 class WeightUpdateError(ValueError):
@@ -41,94 +42,150 @@ class WeightLoader:
             owner, _, leaf = name.rpartition(".")
             self.slots.setdefault(first[id(p)], []).append((modules[owner], leaf))
 
-    def stage(self, source: Source, contract: Contract | None) -> Staged:
-        """Loads and checks every tensor of `source`: a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs,
-        or a checkpoint directory. Changes nothing yet: that is `switch`.
-
-        Raises WeightUpdateError when a tensor is missing, unknown, given twice, of another shape, of an unsupported
-        dtype, or not finite; NumericsError when a module's contract isn't `contract` (None: any module will do).
-        """
-        staged: Staged = {}
-        given: dict[str, Tensor | None] = {}
-        for name, tensor in self._tensors(source, contract):
-            if name in given:
-                raise WeightUpdateError(f"tensor {name!r} was given twice")
-            tensor = self._checked(name, tensor)
-            first = self.tied.get(name, name)
-            twin = next((t for n, t in given.items() if t is not None and self.tied.get(n, n) == first), None)
-            if twin is not None and not torch.equal(twin, tensor):
-                raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
-            given[name] = tensor if first in self.tied.values() else None
-            if twin is None:
-                slots = self.slots[first]
-                pack = any(leaf == "weight" and getattr(module, "packed", None) is not None for module, leaf in slots)
-                staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
-        self._check_complete(set(given))
-        return staged
-
-    def switch(self, staged: Staged) -> None:
-        """Puts staged tensors in the place of the old ones. Nothing can fail here."""
-        for name, new in staged.items():
+    def switch(self, update: WeightUpdate) -> None:
+        """Puts an update's tensors in the place of the old ones. Nothing can fail here."""
+        for name, new in update.staged.items():
             for module, leaf in self.slots[name]:
                 if isinstance(new, ops.PackedWeight):
                     module.packed = new
                 else:
                     getattr(module, leaf).data = new
 
-    def _tensors(self, source: Source, contract: Contract | None) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(source, nn.Module):
-            if contract is not None:
-                _check_contract(source, contract)
-            return self._from_module(source)
-        if isinstance(source, str | os.PathLike):
-            return self._from_directory(pathlib.Path(source))
-        return iter(source)
+    def drop(self) -> None:
+        """Frees all weights; only an update brings any back."""
+        for slots in self.slots.values():
+            for module, leaf in slots:
+                if packed(module, leaf):
+                    module.packed = ops.PackedWeight(torch.empty(0), 0)
+                else:
+                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype)
 
-    def _from_module(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        state = module.state_dict()
-        self._check_manifest({name: tuple(t.shape) for name, t in state.items()})
-        for name, tensor in state.items():
-            full = getattr(tensor, "full_tensor", None)  # DTensor: gathered one at a time
-            yield name, (full() if full else tensor)
+    def checksums(self) -> dict[str, str]:
+        hashes = {}
+        for name, slots in self.slots.items():
+            module, leaf = slots[0]
+            if packed(module, leaf):
+                parts = torch.arange(module.packed.features).split(1024)
+                rows: Iterable[Tensor] = map(module.packed.rows, parts)
+            else:
+                rows = [getattr(module, leaf).detach()]
+            digest = hashlib.blake2b(digest_size=16)
+            for part in rows:
+                digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            hashes[name] = digest.hexdigest()
+        return hashes
 
-    def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-        entries = manifest(path)
-        self._check_manifest({name: shape for name, (_, shape, _) in entries.items()})
-        for file in sorted({file for *_, file in entries.values()}):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
-
-    def _check_manifest(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            self._check_shape(name, shape)
-        self._check_complete(set(shapes))
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.shapes:
             raise WeightUpdateError(f"unknown tensor {name!r}; the model has none of this name")
         if shape != self.shapes[name]:
             raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(self.shapes[name])}")
 
-    def _check_complete(self, names: set[str]) -> None:
-        covered = (
-            names | {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
-        )
-        if missing := sorted(set(self.shapes) - covered):
+    def check_dtype(self, name: str, dtype: torch.dtype, device: str) -> None:
+        if dtype not in (supported := ops.DTYPES[device]):
+            raise WeightUpdateError(f"tensor {name!r} is {dtype}, expected one of {supported}")
+
+    def missing(self, names: set[str]) -> list[str]:
+        """The model's tensors that `names`, and what is tied to them, leave out."""
+        tied = {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
+        return sorted(set(self.shapes) - names - tied)
+
+    def check_complete(self, names: set[str]) -> None:
+        if missing := self.missing(names):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+
+class WeightUpdate:
+    """New weights in the making, beside those that serve: checked, converted and packed as they come.
+
+    Any thread may load while the engine computes; `LLM.commit_weight_update` puts them in force, all or nothing.
+    """
+
+    def __init__(self, loader: WeightLoader):
+        self.loader = loader
+        self.path: pathlib.Path | None = None  # of the checkpoint that it is, if it is one
+        self.staged: dict[str, Tensor | ops.PackedWeight] = {}
+        self.given: dict[str, Tensor | None] = {}  # the tensor where it is needed for comparison with its tied twin
+
+    @property
+    def missing(self) -> list[str]:
+        """Names still to come."""
+        return self.loader.missing(set(self.given))
+
+    def check(self, manifest: Iterable[TensorSpec], complete: bool = False) -> None:
+        """Raises the WeightUpdateError that tensors of this manifest would cause, before any of them comes.
+
+        complete: must they be all that is missing?
+        """
+        names: set[str] = set()
+        for spec in manifest:
+            if spec.name in names or spec.name in self.given:
+                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
+            names.add(spec.name)
+            self.loader.check_shape(spec.name, spec.shape)
+            self.loader.check_dtype(spec.name, spec.dtype, "cpu")
+        if complete:
+            self.loader.check_complete(names | set(self.given))
+
+    def load(self, source: Source, contract: Contract | None = None) -> None:
+        """Loads and checks every tensor of `source`: a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs,
+        or a checkpoint directory.
+
+        Raises WeightUpdateError when a tensor is missing (of a module or directory), unknown, given twice, of another
+        shape, of an unsupported dtype, or not finite; NumericsError when a module's contract isn't `contract` (None:
+        any module will do).
+        """
+        if isinstance(source, nn.Module):
+            if contract is not None:
+                check_contract(source, contract)
+            state = source.state_dict()
+            self.check(manifest_of(state), complete=True)
+            source = full_tensors(state)
+        elif isinstance(source, str | os.PathLike):
+            self.path = pathlib.Path(source)
+            source = self._from_directory(self.path)
+        for name, tensor in source:
+            self._add(name, tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if name in self.given:
+            raise WeightUpdateError(f"tensor {name!r} was given twice")
         if not isinstance(tensor, Tensor):
             raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
-        self._check_shape(name, tuple(tensor.shape))
-        if tensor.dtype not in (supported := ops.DTYPES[tensor.device.type]):
-            raise WeightUpdateError(f"tensor {name!r} is {tensor.dtype}, expected one of {supported}")
+        loader = self.loader
+        loader.check_shape(name, tuple(tensor.shape))
+        loader.check_dtype(name, tensor.dtype, tensor.device.type)
         if not torch.isfinite(tensor).all():
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
-        return tensor.detach().to(self.dtype)
+        tensor = tensor.detach().to(loader.dtype)
+        first = loader.tied.get(name, name)
+        twin = next((t for n, t in self.given.items() if t is not None and loader.tied.get(n, n) == first), None)
+        if twin is not None and not torch.equal(twin, tensor):
+            raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
+        self.given[name] = tensor if first in loader.tied.values() else None
+        if twin is None:
+            pack = any(packed(*slot) for slot in loader.slots[first])
+            self.staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
+
+    def check_complete(self) -> None:
+        self.loader.check_complete(set(self.given))
+
+    def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+        entries = manifest(path)
+        for name, (_, shape, _) in entries.items():
+            self.loader.check_shape(name, shape)
+        self.loader.check_complete(set(entries))
+        for file in sorted({file for *_, file in entries.values()}):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    yield name, tensors.get_tensor(name)
 
 
-def _check_contract(module: nn.Module, contract: Contract) -> None:
+def packed(module: nn.Module, leaf: str) -> bool:
+    return leaf == "weight" and getattr(module, "packed", None) is not None
+
+
+def check_contract(module: nn.Module, contract: Contract) -> None:
     """The trainer's numerics must be the engine's; fp32 master weights may feed an engine of a lower dtype."""
     if not any(isinstance(m, LMHead) for m in module.modules()):
         raise NumericsError(

@@ -70,7 +70,7 @@ class BlockManager:
         """
         assert not seq.block_table and seq.num_cached_tokens == 0
         if seq.use_prefix_cache:
-            size, digest = self.block_size, b""
+            size, digest = self.block_size, seq.cache_salt
             for start in range(0, (seq.num_tokens - 1) // size * size, size):
                 digest = self._hash(digest, seq.token_ids[start : start + size])
                 block = self.block_of.get(digest)
@@ -91,11 +91,11 @@ class BlockManager:
 
     def publish(self, seq: Sequence) -> None:
         """Makes the full blocks whose KV exists findable; a duplicate is swapped for the block already known."""
-        if not seq.use_prefix_cache:
+        if not seq.use_prefix_cache or seq.stale_kv:
             return
         size = self.block_size
         for i in range(len(seq.block_hashes), seq.num_cached_tokens // size):
-            previous = seq.block_hashes[-1] if seq.block_hashes else b""
+            previous = seq.block_hashes[-1] if seq.block_hashes else seq.cache_salt
             digest = self._hash(previous, seq.token_ids[i * size : (i + 1) * size])
             seq.block_hashes.append(digest)
             block, known = seq.block_table[i], self.block_of.get(digest)
@@ -116,6 +116,7 @@ class BlockManager:
         child.block_table = [self._take(block) for block in parent.block_table[:full]]
         child.block_hashes = list(parent.block_hashes)
         child.num_cached_tokens = parent.num_cached_tokens
+        child.stale_kv = parent.stale_kv
         if parent.num_cached_tokens % self.block_size == 0:
             return None
         child.block_table.append(self._new_block())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -95,6 +96,7 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             insort(self.running, seq, key=_arrival)
             self.stats.prefix_hit_tokens += hit
+            seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
         assert batch.sequences or not self.has_work, "nothing scheduled though there is work"
         return batch
@@ -115,6 +117,7 @@ class Scheduler:
         queue.remove(seq)
         self.blocks.release(seq)
         seq.num_scheduled_tokens = 0
+        seq.stale_kv = False
 
     def advance(self, batch: Batch) -> None:
         """The step's KV exists: moves the counters and publishes full blocks."""
@@ -148,11 +151,18 @@ class Scheduler:
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
 
-    def preempt_all(self, salt: bytes) -> None:
-        """New weights: no KV is valid any more; running sequences start over from their tokens."""
+    def preempt_all(self, salt: bytes, keep: Set[int] = frozenset()) -> None:
+        """New weights: no KV is valid any more; running sequences start over from their tokens.
+
+        Those whose ids are in `keep` go on from the KV that they have, which is then stale.
+        """
         for seq in reversed(list(self.running)):
-            self._preempt(seq)
-        self.block_copies.clear()
+            if seq.seq_id in keep:
+                seq.stale_kv = True
+            else:
+                self._preempt(seq)
+        if not self.running:
+            self.block_copies.clear()
         self.blocks.reset_prefix_cache(salt)
 
     def check(self) -> None:

@@ -38,6 +38,9 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # chained, one a published block
+        self.cache_salt = b""  # sequences share KV only with those of the same salt
+        self.num_prefix_hit: int | None = None  # tokens, when it was first admitted
+        self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
 
     @property

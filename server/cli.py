@@ -1,4 +1,4 @@
-"""The command line: `samebits generate | chat | rollout | train | diagnose | calibrate | verify | contract | bench`."""
+"""The command line: `samebits serve | train | generate | chat | rollout | diagnose | calibrate | verify | ...`."""
 
 from __future__ import annotations
 
@@ -102,6 +102,47 @@ def chat(
             llm.abort(request)
         console.print()
         messages.append({"role": "assistant", "content": shown})
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    dtype: DType = "float32",
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key for control routes, which are local without.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and completion.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that a step may run.")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that a step may compute.")] = 2048,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
+    transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Take weights as pickled tensors.")] = False,
+) -> None:
+    """Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
+    import logging
+
+    from ..engine import LLM
+    from .auth import Guard
+    from .serve import serve as run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    llm = LLM(
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+    )
+    guard = Guard(api_key, admin_key)
+    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
+    run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
 
 
 @app.command()

@@ -1029,7 +1029,7 @@ BAD_PROMPTS = [
     ([5, None], TypeError, r"must be integers, got None"),
     ([5, "6"], TypeError, r"must be integers, got '6'"),
     (torch.tensor([0.5]), TypeError, r"must be integers, got 0\.5"),
-    ({"text": "hello"}, ValueError, r"'prompt' or 'prompt_token_ids', got \['text'\]"),
+    ({"text": "hello"}, ValueError, r"'prompt' or 'prompt_token_ids', .*got \['text'\]"),
     ({"prompt": "hello"}, ValueError, r"string prompts need a tokenizer.*give token ids"),
     ("hello", ValueError, r"string prompts need a tokenizer.*give token ids"),
 ]
@@ -1091,7 +1091,10 @@ BAD_PARAMS = [
     ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids must be at least 0"),
     ({"stop_token_ids": ["a"]}, TypeError, "stop_token_ids must be an integer"),
     ({"ignore_eos": 1}, TypeError, "ignore_eos must be a bool"),
-    ({"prompt_logprobs": 5}, TypeError, "prompt_logprobs must be a bool"),
+    ({"prompt_logprobs": -1}, ValueError, "prompt_logprobs must be at least 0"),
+    ({"detokenize": 0}, TypeError, "detokenize must be a bool"),
+    ({"detokenize": False, "stop": "x"}, ValueError, "need detokenize=True"),
+    ({"output_kind": "delta"}, TypeError, "output_kind must be a RequestOutputKind"),
     ({"raw_logprobs": "yes"}, TypeError, "raw_logprobs must be a bool"),
     ({"temprature": 1.0}, TypeError, "temprature"),
     ({"use_beam_search": True}, TypeError, "use_beam_search"),
@@ -1311,7 +1314,7 @@ def run_stops(pieces, stop, min_tokens=0):
     """Feeds the pieces one token at a time: (finish text or None, what was shown after each token)."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=100)
     request = Request("r", None, [0], params, 0, ())
-    sample = Sample(0, request, 0, 100, False)
+    sample = Sample(request, 0, 100, False)
     request.samples.append(sample)
     tokenizer, shown = Pieces(*pieces), []
     for token in range(len(pieces)):

@@ -197,7 +197,7 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
 
 def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """The engine's activations: a prefill of all tokens but the last, then a step of one token."""
-    sample = llm._request(tokens, SamplingParams(max_tokens=1), None).samples[0]
+    sample = llm.process(tokens, SamplingParams(max_tokens=1), "activations").samples[0]
     blocks = llm.scheduler.blocks
     if not blocks.grow(sample, len(tokens)):
         raise MemoryError("the KV pool is in use")

@@ -1,0 +1,93 @@
+"""From what a caller gives to a `Request` that the engine can run: everything that can be wrong is found here."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from ..scheduler import Scheduler
+from .request import Request, Sample
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | dict[str, Any]
+_PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
+
+
+class InputProcessor:
+    """Checks and tokenises prompts. Holds no state of the engine: threads may each use one with their own tokenizer."""
+
+    def __init__(self, tokenizer, where: str, vocab_size: int, max_model_len: int, eos_token_ids: tuple[int, ...]):
+        self.tokenizer = tokenizer
+        self.where = where
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+
+    def process(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, scheduler: Scheduler, cache: bool
+    ) -> Request:
+        """A request of `params.n` samples; ValueError or TypeError if it can't be served. cache: use known prefixes."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        text, ids, cache_salt = self._token_ids(prompt)
+        self._check_ids(ids)
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise ValueError(f"prompt of {len(ids)} tokens leaves no room in max_model_len {self.max_model_len}")
+        eos = () if params.ignore_eos else self.eos_token_ids
+        bad = [t for t in params.stop_token_ids if t >= self.vocab_size]
+        if bad:
+            raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {self.vocab_size} entries")
+        if params.stop:
+            self.need_tokenizer("stop strings")
+        if params.min_tokens and len({*eos, *params.stop_token_ids}) == self.vocab_size:
+            raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        request = Request(request_id, text, ids, params, seed, eos)
+        max_tokens = min(params.max_tokens or room, room)
+        if params.min_tokens > max_tokens:
+            raise ValueError(f"min_tokens {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
+        cache = cache and params.prompt_logprobs is None
+        request.samples = [Sample(request, index, max_tokens, cache) for index in range(params.n)]
+        for sample in request.samples:
+            sample.cache_salt = cache_salt
+        scheduler.check_fits(request.samples[0])
+        return request
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"prompt token ids must be integers, got {token!r}")
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is out of range; the vocabulary has {self.vocab_size} entries")
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
+        cache_salt = b""
+        if isinstance(prompt, dict):
+            fields = dict(prompt)
+            if (salt := fields.pop("cache_salt", None)) is not None:
+                if not isinstance(salt, str) or not salt:
+                    raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}")
+                cache_salt = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), person=b"cache_salt").digest()
+            if set(fields) not in _PROMPT_KEYS:
+                raise ValueError(
+                    "a prompt dict has the key 'prompt' or 'prompt_token_ids', and perhaps 'cache_salt'; "
+                    f"got {sorted(prompt)}"
+                )
+            (prompt,) = fields.values()
+        if isinstance(prompt, str):
+            return prompt, self.need_tokenizer("string prompts").encode(prompt), cache_salt
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple):
+            raise TypeError(f"a prompt is a string, token ids, or a dict of one of them; got {type(prompt).__name__}")
+        return None, list(prompt), cache_salt
+
+    def need_tokenizer(self, what: str):
+        if self.tokenizer is None:
+            raise ValueError(f"{what} need a tokenizer, and {self.where} has none; give token ids")
+        return self.tokenizer

@@ -1,0 +1,162 @@
+"""The HTTP application: all routes, who may call them, and how errors are said."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from .. import __version__
+from ..engine import LLM, WeightUpdateError
+from ..engine.transfer import TransferError
+from ..kernels.contract import NumericsError
+from . import control, openai, sglang
+from .async_engine import AsyncEngine, GenerationError, UnavailableError
+from .auth import Guard
+from .metrics import Metrics
+from .protocol import ClientGoneError, problem, reply
+from .service import ModelNotFoundError, Service, service
+from .updates import ConflictError, WeightUpdates
+
+PAGE = pathlib.Path(__file__).with_name("page.html")
+MAX_BODY = 64 * 2**20  # bytes
+_ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
+_ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
+
+router = APIRouter(tags=["samebits"])
+open_router = APIRouter(tags=["samebits"])
+
+
+@open_router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return FileResponse(PAGE, media_type="text/html")
+
+
+@open_router.get("/health")
+@open_router.get("/ready")
+async def health(http: Request) -> Response:
+    """200 while the engine's thread lives and the server takes requests."""
+    engine = service(http).engine
+    if not engine.alive or engine.draining:
+        return problem(503, "the server is shutting down" if engine.draining else "the engine's thread is dead")
+    return reply({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    return Response(http.app.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/contract")
+async def contract(http: Request) -> Response:
+    """The numerics contract: every choice that decides a bit, and its hash."""
+    found = service(http).llm.contract
+    if found is None:
+        return problem(404, "this server runs without the exact ops, so it has no contract")
+    return reply({"hash": found.hash, "contract": asdict(found)})
+
+
+def create_app(
+    llm: LLM,
+    model_name: str,
+    guard: Guard | None = None,
+    max_waiting: int = 1024,
+    transfer_timeout: float = 300.0,
+    allow_pickle: bool = False,
+) -> FastAPI:
+    """The application around an engine, which belongs to it from its start on.
+
+    max_waiting: sequences in the queue before new requests get 503. transfer_timeout: seconds, for the rendezvous and
+    each broadcast of a weight update. allow_pickle: take weights as pickles (read by an allow-list).
+    """
+    guard = guard or Guard()
+    found = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine = AsyncEngine(llm, max_waiting, found.observe_step)
+        updates = WeightUpdates(engine, transfer_timeout)
+        settings = {"max_waiting": max_waiting, "allow_pickle": allow_pickle}
+        app.state.service = found.service = Service(engine, updates, model_name, settings, allow_pickle)
+        engine.start()
+        yield
+        updates.close()
+        await engine.stop()
+
+    app = FastAPI(
+        title="samebits",
+        version=__version__,
+        summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
+        lifespan=lifespan,
+        max_body_size=MAX_BODY,
+        responses={status: {"description": text} for status, text in _ERRORS.items()},
+    )
+    app.state.metrics = found
+    app.include_router(open_router)
+    for public in (router, openai.router, sglang.router, control.router):
+        app.include_router(public, dependencies=[Depends(guard.check_api)])
+    for restricted in (sglang.control, control.control):
+        app.include_router(restricted, dependencies=[Depends(guard.check_control)])
+    contract_hash = llm.contract.hash if llm.contract else "none"
+    app.add_middleware(_ContractHeader, contract_hash=contract_hash)
+    _add_error_replies(app)
+    return app
+
+
+class _ContractHeader:
+    """Says on every reply which numerics made it."""
+
+    def __init__(self, app, contract_hash: str):
+        self.app, self.header = app, (b"x-samebits-contract", contract_hash.encode())
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def with_header(message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self.header]}
+            await send(message)
+
+        await self.app(scope, receive, with_header)
+
+
+_STATUS: dict[type[Exception], int] = {
+    ValueError: 400,
+    TypeError: 400,
+    OSError: 400,  # files that a request names
+    PermissionError: 403,
+    ModelNotFoundError: 404,
+    ConflictError: 409,
+    UnavailableError: 503,
+    WeightUpdateError: 400,
+    NumericsError: 400,
+    TransferError: 500,
+    GenerationError: 500,
+    ClientGoneError: 499,
+}
+
+
+def _add_error_replies(app: FastAPI) -> None:
+    async def invalid(http: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        return problem(400, "; ".join(found))
+
+    async def refused(http: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+
+    async def failed(http: Request, error: Exception) -> Response:
+        known = next((kind for kind in type(error).__mro__ if kind in _STATUS), None)
+        status = _STATUS[known] if known else 500  # type: ignore[index]
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        return problem(status, message, {"Retry-After": "1"} if status == 503 else None)
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(StarletteHTTPException, refused)
+    for kind in (*_STATUS, Exception):
+        app.add_exception_handler(kind, failed)

@@ -1,0 +1,314 @@
+"""The engine in a thread of its own, behind an asyncio front end.
+
+Only that thread touches the `LLM`. It takes commands between steps and hands each step's news to the event loop in one
+call, so that the loop wakes once a step, however many requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..engine import LLM, RequestOutput, SamplingParams
+from ..engine.request import Request
+from .tokenization import Tokenization
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+INLINE_PROMPT = 4096  # characters or tokens that are cheaper to check at once than in another thread
+
+
+class UnavailableError(RuntimeError):
+    """The server takes no request now; the client may try again later."""
+
+
+class GenerationError(RuntimeError):
+    """The engine failed while it worked on a request."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What every dialect's request becomes: one prompt (text or token ids), sampled `params.n` times."""
+
+    prompt: str | list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
+
+
+class Generation:
+    """The engine requests of one call, and the way back of their outputs."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str):
+        self.engine, self.request_id = engine, request_id
+        self.requests: list[Request] = []
+        self.index: dict[str, int] = {}
+        self.unfinished: set[str] = set()
+        self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self.created = int(time.time())
+
+    def admit(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.index = {r.request_id: i for i, r in enumerate(requests)}
+        self.unfinished = set(self.index)
+
+    async def outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        """(index of the request, output), as many at a time as have come."""
+        left = len(self.requests)
+        while left:
+            items = [await self.queue.get()]
+            while not self.queue.empty():
+                items.append(self.queue.get_nowait())
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+            outputs = [(self.index[i.request_id], i) for i in items if isinstance(i, RequestOutput)]
+            left -= sum(o.finished for _, o in outputs)
+            yield outputs
+
+    async def final(self) -> list[RequestOutput]:
+        """The last output of each request."""
+        last: dict[int, RequestOutput] = {}
+        async for outputs in self.outputs():
+            last.update(outputs)
+        return [last[i] for i in range(len(self.requests))]
+
+    def close(self) -> None:
+        """Nobody waits any more: what still runs is aborted."""
+        self.engine.forget(self)
+
+
+class AsyncEngine:
+    """Admits, pauses and reports; `llm` belongs to its thread once `start` was called.
+
+    max_waiting: sequences that may wait beyond those that can run; more are `UnavailableError`.
+    """
+
+    def __init__(self, llm: LLM, max_waiting: int = 1024, on_step: Callable[[float], None] = lambda seconds: None):
+        self.llm = llm
+        self.tokenization = Tokenization(llm)
+        self.capacity = llm.config.max_num_seqs + max_waiting
+        self.on_step = on_step
+        self.generations: dict[str, Generation] = {}
+        self.by_engine_id: dict[str, Generation] = {}
+        self.finished: dict[str, int] = {}  # finish_reason -> samples
+        self.num_sequences = 0  # admitted and unfinished
+        self.refusal: str | None = None  # why new requests are turned away
+        self.draining = False
+        self.pause_mode: str | None = None
+        self.paused = threading.Event()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, 10)
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_commands(wait=not self._has_work())
+            if self._stopping:
+                return
+            working = self._has_work()  # a command may have paused it, or put it to sleep
+            begin = time.perf_counter()
+            try:
+                outputs = self.llm.step() if working else self.llm.take_outputs()
+            except Exception as error:
+                logger.exception("the engine failed in a step; its requests fail with it")
+                self._fail_all(error)
+                continue
+            if working:
+                self.on_step(time.perf_counter() - begin)
+            if outputs:
+                self.loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _has_work(self) -> bool:
+        return not self.paused.is_set() and self.llm.ready and self.llm.has_unfinished_requests()
+
+    def _take_commands(self, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _fail_all(self, error: Exception) -> None:
+        """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
+        for request_id in list(self.llm.unfinished_request_ids):
+            self.llm.abort(request_id)
+        self.llm.reset_prefix_cache()
+        self.llm.take_outputs()
+        self.loop.call_soon_threadsafe(self._deliver_failure, error)
+
+    def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
+        """Runs function(llm) in the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self.llm))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return asyncio.wrap_future(future)
+
+    # --- the event loop ---------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[GenerateRequest], request_id: str) -> Generation:
+        """Admits all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
+        if self.refusal is not None:
+            raise UnavailableError(self.refusal)
+        if not self.llm.ready and not self.paused.is_set():
+            raise UnavailableError("the engine sleeps or has no weights; wake it up, or update its weights")
+        count = sum(r.params.n for r in requests)
+        if self.num_sequences + count > self.capacity:
+            raise UnavailableError(
+                f"the queue is full: {self.num_sequences} sequences run or wait, {self.capacity} may"
+            )
+        if request_id in self.generations:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
+        generation = Generation(self, request_id)
+        self.generations[request_id] = generation  # claims the id and the room while prompts are tokenised
+        self.num_sequences += count
+        self._idle.clear()
+        try:
+            generation.admit(await asyncio.gather(*map(self._checked, requests, names)))
+        except BaseException:
+            self.num_sequences -= count
+            self._forget_generation(request_id)
+            raise
+        self.by_engine_id.update(dict.fromkeys(names, generation))
+        self._commands.put(lambda: self._add(generation))
+        return generation
+
+    async def _checked(self, request: GenerateRequest, name: str) -> Request:
+        key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
+        prompt: dict[str, Any] = {key: request.prompt}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        arguments = prompt, request.params, name, self.tokenization.processor
+        if len(request.prompt) <= INLINE_PROMPT:
+            return self.llm.process(*arguments)
+        self.tokenization.check_length(request.prompt)
+        return await self.tokenization.in_thread(self.llm.process, *arguments)
+
+    def _add(self, generation: Generation) -> None:
+        try:
+            for request in generation.requests:
+                self.llm.add_request(request)
+        except Exception as error:
+            logger.exception("a checked request was not admitted")
+            self.loop.call_soon_threadsafe(self._end, generation, error)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            generation = self.by_engine_id.get(output.request_id)
+            if output.finished:
+                self._count(output)
+                self._release(output.request_id)
+            if generation is not None:
+                generation.queue.put_nowait(output)
+
+    def _count(self, output: RequestOutput) -> None:
+        for c in output.completions:
+            reason = c.finish_reason or "error"
+            self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def _release(self, engine_id: str) -> None:
+        generation = self.by_engine_id.pop(engine_id, None)
+        if generation is None:
+            return
+        self.num_sequences -= generation.requests[generation.index[engine_id]].params.n
+        generation.unfinished.discard(engine_id)
+        if not generation.unfinished:
+            self._forget_generation(generation.request_id)
+
+    def _forget_generation(self, request_id: str) -> None:
+        del self.generations[request_id]
+        if not self.generations:
+            self._idle.set()
+
+    def _deliver_failure(self, error: Exception) -> None:
+        for generation in list(self.generations.values()):
+            self._end(generation, error)
+
+    def _end(self, generation: Generation, error: Exception) -> None:
+        for engine_id in list(generation.unfinished):
+            self._release(engine_id)
+        generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))
+
+    def forget(self, generation: Generation) -> None:
+        ids = list(generation.unfinished)
+        if ids:
+            self._commands.put(lambda: self._abort(ids))
+
+    def _abort(self, engine_ids: Sequence[str]) -> int:
+        return sum(self.llm.abort(i) for i in engine_ids)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Ends these requests, or all (None), with finish_reason "abort" and what they have; returns how many."""
+        if request_ids is None:
+            ids = list(self.by_engine_id)
+        else:
+            found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
+            ids = [e for g in {id(g): g for g in found if g}.values() for e in g.unfinished]
+        return await self.call(lambda llm: self._abort(ids))
+
+    async def pause(self, mode: str, refuse: bool) -> None:
+        """Stops between two steps; returns when nothing runs.
+
+        mode: "abort" ends what is there; "wait" lets it finish; "keep" leaves it as it is, to go on after `resume` (and
+        across a weight update, on the old KV); "retract" takes its KV, to be recomputed. refuse: turn new requests
+        away until `resume`, instead of queueing them.
+        """
+        self.refusal = "the server is paused" if refuse else None
+        if mode == "abort":
+            self.paused.set()
+            await self.abort()
+        elif mode == "wait":
+            await self._idle.wait()
+        self.paused.set()
+        self.pause_mode = mode
+        await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True) if mode == "retract" else None)
+
+    async def resume(self) -> None:
+        self.pause_mode = None
+        self.refusal = "the server is shutting down" if self.draining else None
+        self.paused.clear()
+        await self.call(lambda llm: None)
+
+    async def drain(self, deadline: float) -> None:
+        """Takes no more requests; lets the rest finish for `deadline` seconds, then aborts it."""
+        self.draining, self.refusal = True, "the server is shutting down"
+        if self.paused.is_set():
+            deadline = 0
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline)
+        except TimeoutError:
+            logger.warning("aborting %d requests at the deadline", len(self.by_engine_id))
+            await self.abort()
+            await self._idle.wait()

@@ -1,0 +1,219 @@
+"""A trainer's side of the HTTP server: the same calls and results as `LLM`, in another process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from torch import Tensor, nn
+
+from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
+from ..engine.transfer import DEFAULT_NAME, WeightGroup, full_tensors, manifest_of
+from ..engine.weights import check_contract
+from ..kernels.contract import Contract
+from .updates import DEFAULT_LABEL
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class ServerError(RuntimeError):
+    """The server refused or failed; `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"{message} (HTTP {status})")
+        self.status = status
+
+
+class Client:
+    """Speaks to `samebits serve` at `url`.
+
+    contract: the numerics that the server must have: a `Contract`, its hash, or None to take the server's. A different
+    one is a NumericsError at once. key: the API key, or the admin key where control routes need it. timeout: seconds
+    for connecting and for control calls; generation may take as long as it does.
+    """
+
+    def __init__(
+        self, url: str, contract: Contract | str | None = None, key: str | None = None, timeout: float = 300.0
+    ):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.timeout = timeout
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+        self._group: WeightGroup | None = None
+        self.contract = Contract(**self.get("/v1/contract")["contract"])
+        if contract is not None:
+            self.contract.check(contract)
+
+    def get(self, path: str) -> Any:
+        return self._checked(self._http.get(path))
+
+    def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """The reply's JSON. Raises ServerError for another status than 200."""
+        return self._checked(self._http.post(path, json=body, timeout=timeout or self.timeout))
+
+    def _checked(self, response: httpx.Response) -> Any:
+        if response.is_success:
+            return response.json()
+        try:
+            message = response.json()["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:1000]
+        raise ServerError(response.status_code, message)
+
+    @property
+    def weight_version(self) -> int | str:
+        return _version(self.get("/weight_info")["weight_version"])
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`, for a list of strings or a list of token-id lists."""
+        if not prompts:
+            return []
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        key = "text" if isinstance(prompts[0], str) else "input_ids"
+        body = {
+            key: [p if isinstance(p, str) else list(p) for p in prompts],
+            "sampling_params": [_fields(p) for p in each],
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+            "top_logprobs_num": [max(p.logprobs or 0, p.prompt_logprobs or 0) for p in each],
+            "logprob_start_len": [-1 if p.prompt_logprobs is None else 0 for p in each],
+        }
+        response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
+        found = iter(self._checked(response))
+        texts = [p if isinstance(p, str) else None for p in prompts]
+        return [_output(text, [next(found) for _ in range(p.n)], p) for text, p in zip(texts, each, strict=True)]
+
+    def update_weights(
+        self, source: nn.Module | Mapping[str, Tensor], version: int | str | None = None, address: str = "127.0.0.1"
+    ) -> int | str:
+        """Sends all weights over a process group and returns the version that is then in force.
+
+        source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
+        server reaches this process. The first call makes the group; a failure closes it, and the next makes another.
+        Raises ServerError, TransferError or NumericsError; the server then serves the old weights on.
+        """
+        if isinstance(source, nn.Module):
+            check_contract(source, self.contract)
+            source = source.state_dict()
+        specs = manifest_of(source)
+        if self._group is None or not self._group.usable:
+            self._group = self._join(address)
+        body = {
+            "names": [s.name for s in specs],
+            "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
+            "shapes": [list(s.shape) for s in specs],
+            "bucket_bytes": BUCKET_BYTES,
+            "weight_version": None if version is None else str(version),
+        }
+        with _Meanwhile(self.post, "/update_weights_from_distributed", body) as reply:
+            self._group.send(full_tensors(source), specs, BUCKET_BYTES)
+        reply.result()
+        return self.weight_version
+
+    def _join(self, address: str) -> WeightGroup:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            port = s.getsockname()[1]
+        where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        with _Meanwhile(self.post, "/init_weights_update_group", where) as reply:
+            group = WeightGroup(address, port, 0, 2, DEFAULT_NAME, timeout=self.timeout)
+        reply.result()
+        return group
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+class _Meanwhile:
+    """A call in another thread while the block runs. What the call raises counts more than what the block does."""
+
+    def __init__(self, function, *args):
+        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
+        self._error: BaseException | None = None
+
+    def _run(self, function, *args) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> _Meanwhile:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._thread.join()
+        if error is not None and self._error is not None:
+            raise self._error from error
+
+    def result(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _version(label: str) -> int | str:
+    return 0 if label == DEFAULT_LABEL else int(label) if label.isdecimal() else label
+
+
+def _fields(params: SamplingParams) -> dict:
+    if params.raw_logprobs:
+        raise ValueError("raw_logprobs aren't on the wire; re-score the tokens instead")
+    same = ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
+    return {name: getattr(params, name) for name in same} | {
+        "max_new_tokens": params.max_tokens,
+        "min_new_tokens": params.min_tokens,
+        "sampling_seed": params.seed,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "no_stop_trim": params.include_stop_str_in_output,
+    }
+
+
+def _output(prompt: str | None, samples: list[dict], params: SamplingParams) -> RequestOutput:
+    meta = samples[0]["meta_info"]
+    scored = params.prompt_logprobs is not None
+    return RequestOutput(
+        request_id=meta["id"],
+        prompt=prompt,
+        prompt_token_ids=samples[0]["prompt_token_ids"],
+        completions=[_completion(i, s, params) for i, s in enumerate(samples)],
+        prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
+        finished=True,
+        prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
+        num_cached_tokens=meta["cached_tokens"],
+    )
+
+
+def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None:
+    return None if rows is None else [{t: lp for lp, t, _ in (row or [])[:count]} for row in rows]
+
+
+def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
+    meta, reason = sample["meta_info"], sample["meta_info"]["finish_reason"]
+    matched = reason.get("matched")
+    named = isinstance(matched, str) or matched in params.stop_token_ids
+    return Completion(
+        index=index,
+        token_ids=sample["output_ids"],
+        logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        finish_reason=reason["type"],
+        stop_reason=matched if named else None,
+        weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
+        text=sample["text"] if params.detokenize else None,
+        top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,
+    )

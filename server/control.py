@@ -1,0 +1,268 @@
+"""vLLM's control plane, and what both dialects ask under one name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..engine.transfer import DEFAULT_NAME, parse_manifest
+from .protocol import Body, FastRoute, reply
+from .service import LOGPROBS_MODE, service
+from .sglang import done
+
+router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
+control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class AbortRequestsBody(Body):
+    request_ids: list[str] = Field(default_factory=list)
+
+
+class InitInfo(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = DEFAULT_NAME
+    backend: str = "nccl"
+
+
+class InitTransferBody(Body):
+    init_info: InitInfo
+
+
+class UpdateInfo(BaseModel):
+    model_config = ConfigDict(strict=True)
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    group_name: str = DEFAULT_NAME
+    bucket_bytes: int | None = None
+
+
+class UpdateBody(Body):
+    update_info: UpdateInfo | None = None
+    weight_dir: str | None = None
+    weight_version: str | int | None = None
+
+
+class FinishBody(Body):
+    weight_version: str | int | None = None
+
+
+class VersionBody(Body):
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class CheckerBody(Body):
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] = Field(default_factory=dict)
+
+
+def _label(value: str | int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+# --- pausing ----------------------------------------------------------------------------------------------------------
+
+
+@control.post("/pause")
+async def pause(http: Request, mode: PauseMode = "abort", clear_cache: bool = True):
+    """Stops between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
+    await service(http).engine.pause(mode, refuse=mode != "keep")
+    return reply({"status": "paused"})
+
+
+@control.post("/resume")
+async def resume(http: Request):
+    server = service(http)
+    server.updates.check_resumable()
+    await server.engine.resume()
+    return reply({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(http: Request):
+    return reply({"is_paused": service(http).engine.paused.is_set()})
+
+
+@control.post("/inference/v1/abort_requests")
+@control.post("/abort_requests")
+async def abort_requests(http: Request, body: AbortRequestsBody | None = None):
+    """Ends requests by their ids; an empty list ends all."""
+    ids = (body or AbortRequestsBody()).request_ids
+    return reply({"status": "aborted", "aborted": await service(http).engine.abort(ids or None)})
+
+
+@control.post("/reset_prefix_cache")
+async def reset_prefix_cache(http: Request, reset_running_requests: bool = False):
+    await service(http).engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
+    return reply({"success": True})
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@control.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
+    """Joins a torch process group (`backend`: "gloo" or "nccl") whose rank 0 will send weights.
+
+    vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
+    """
+    info = body.init_info
+    body.check_extra()
+    extra = info.model_extra or {}
+    if "backend" not in info.model_fields_set or extra.get("nccl_unique_id_b64") or extra.get("packed"):
+        raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
+    where = info.master_address, info.master_port, info.rank_offset, info.world_size, info.backend
+    await service(http).updates.join(info.group_name, *where)
+    return done(f"joined weight group {info.group_name!r} as rank {info.rank_offset} of {info.world_size}")
+
+
+@control.post("/shutdown_weight_transfer_engine")
+async def shutdown_weight_transfer_engine(http: Request):
+    await service(http).updates.leave(DEFAULT_NAME)
+    return done("left the weight group")
+
+
+@control.post("/start_weight_update")
+async def start_weight_update(http: Request, body: Body | None = None):
+    """Tensors that come from now on are put in force by /finish_weight_update, together."""
+    service(http).updates.begin()
+    return done("weight update started")
+
+
+@control.post("/update_weights")
+async def update_weights(body: UpdateBody, http: Request):
+    """Receives tensors over the group, or loads the checkpoint directory `weight_dir`."""
+    updates = service(http).updates
+    body.check_extra()
+    if (body.update_info is None) == (body.weight_dir is None):
+        raise ValueError("give either update_info or weight_dir")
+    if body.update_info is None:
+        return done(await updates.load(body.weight_dir or "", _label(body.weight_version)))
+    info = body.update_info
+    manifest = parse_manifest(info.names, info.dtype_names, info.shapes)
+    return done(await updates.receive(info.group_name, manifest, info.bucket_bytes, _label(body.weight_version)))
+
+
+@control.post("/finish_weight_update")
+async def finish_weight_update(http: Request, body: FinishBody | None = None):
+    server = service(http)
+    await server.updates.finish(_label((body or FinishBody()).weight_version))
+    return done(f"version {server.updates.label!r} is in force", weight_version=server.updates.label)
+
+
+@control.post("/update_weight_version")
+async def update_weight_version(body: VersionBody, http: Request):
+    """Renames the version in force."""
+    server = service(http)
+    body.check_extra()
+    if body.abort_all_requests:
+        await server.engine.abort()
+    server.updates.relabel(body.new_version)
+    return done("weight version renamed", new_version=body.new_version)
+
+
+@router.get("/weight_info")
+async def weight_info(http: Request):
+    server = service(http)
+    return reply({"weight_version": server.updates.label, "updates": server.llm.weight_version})
+
+
+@control.post("/weight_checker")
+async def weight_checker(body: CheckerBody, http: Request):
+    """checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset: drops the
+    weights, so that nothing can be served before an update has brought all of them."""
+    server = service(http)
+    body.check_extra()
+    if body.action == "reset":
+        await server.engine.call(lambda llm: llm.release_memory(["weights"]))
+        return reply({"status": "reset"})
+    if not server.llm.has_weights:
+        raise ValueError("the weights are dropped: wake the engine up, or update them")
+    found = await server.engine.call(lambda llm: llm.weight_checksums())
+    if body.action == "checksum":
+        return reply({"checksums": found})
+    names = sorted(found.keys() | body.baseline.keys())
+    mismatches = [n for n in names if found.get(n) != body.baseline.get(n)]
+    return reply({"match": not mismatches, "mismatches": mismatches})
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@control.post("/sleep")
+async def sleep(http: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
+    """Pauses, then frees the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
+    server = service(http)
+    await server.engine.pause(mode, refuse=mode != "keep")
+    freed = await server.engine.call(lambda llm: llm.sleep(level)) if level else 0
+    return reply({"status": "asleep", "level": level, "freed_bytes": freed})
+
+
+@control.post("/wake_up")
+async def wake_up(http: Request, tags: Annotated[list[str] | None, Query()] = None):
+    """Takes back what the tags name (weights, kv_cache), or all; goes on when nothing is missing."""
+    server = service(http)
+    memory = [t for t in tags or ["weights", "kv_cache"] if t != "scheduling"]
+    await server.engine.call(lambda llm: llm.wake_up(memory))
+    asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)
+    if not asleep:
+        await server.engine.resume()
+    return reply({"status": "asleep in part" if asleep else "awake"})
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(http: Request):
+    server = service(http)
+    return reply({"is_sleeping": not server.llm.ready})
+
+
+# --- information ------------------------------------------------------------------------------------------------------
+
+
+@router.get("/get_world_size")
+async def get_world_size(include_dp: bool = True):
+    return reply({"world_size": 1})
+
+
+@router.get("/get_server_info")
+@router.get("/server_info")
+async def server_info(http: Request, config_format: Literal["text", "json"] = "text"):
+    """Both dialects' server information, and what log-probs mean here."""
+    server = service(http)
+    llm, config = server.llm, server.llm.config
+    load = server.load()
+    vllm_config: dict[str, Any] = {
+        "model_config": {"model": server.model_name, "dtype": config.dtype, "max_model_len": llm.max_model_len},
+        "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load["kv_blocks_total"]},
+        "scheduler_config": {
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+        },
+        "weight_transfer_config": {"backend": "gloo"},
+    }
+    return reply({
+        "vllm_config": vllm_config,
+        "model_path": str(llm.path),
+        "tokenizer_path": str(llm.path),
+        "served_model_name": server.model_name,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+        "max_total_num_tokens": load["kv_blocks_total"] * llm.scheduler.blocks.block_size,
+        "max_running_requests": config.max_num_seqs,
+        "context_length": llm.max_model_len,
+        "weight_version": server.updates.label,
+        "logprobs_mode": LOGPROBS_MODE,
+        "contract": server.contract_hash,
+        "engine": "samebits",
+        **server.settings,
+    })  # fmt: skip

@@ -1,0 +1,224 @@
+"""What the dialects share: checked bodies, sampling parameters, replies, streams, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from ..engine import Completion, RequestOutput, SamplingParams
+from ..engine.sampling_params import RequestOutputKind
+from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
+
+logger = logging.getLogger(__name__)
+
+LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+# Parameters of other engines that change what is sampled or reported, and the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "priority": (0,),
+    "echo_prompt": (False,),
+    "return_routed_experts": (False,),
+    "return_hidden_states": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    **dict.fromkeys(
+        (
+            *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
+            *("regex", "ebnf", "structural_tag", "logits_processors", "custom_logit_processor", "custom_params"),
+            *("bad_words", "allowed_token_ids", "stop_regex", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
+            *("input_embeds", "image_data", "audio_data", "video_data", "features", "content_parts", "vllm_xargs"),
+            *("kv_transfer_params", "logprob_token_ids", "token_ids_logprob", "repetition_detection"),
+        ),
+        ((), [], {}, "", False),
+    ),
+}
+_listed: set[str] = set()
+
+
+class Body(BaseModel):
+    """A request's JSON. Fields of other engines that would change a result are refused; others are logged, once."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    def check_extra(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED:
+                if value is not None and value not in UNSUPPORTED[name]:
+                    raise ValueError(f"{name}={value!r} is not supported; leave it out")
+            elif name not in _listed and len(_listed) < 1000:
+                _listed.add(name)
+                logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
+
+
+class Sampling(Body):
+    """Sampling parameters that have the same name and meaning everywhere."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
+
+    def params(self, **more) -> SamplingParams:
+        """With these and `more`. ValueError or TypeError where a value is out of range."""
+        self.check_extra()
+        names = Sampling.model_fields.keys() - {"spaces_between_special_tokens"}
+        fields = {name: getattr(self, name) for name in names} | more
+        return SamplingParams(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
+
+
+def output_kind(stream: bool | None) -> RequestOutputKind:
+    return RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+
+
+def new_id(given: str | None) -> str:
+    return given or uuid.uuid4().hex
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:
+    return [
+        {"version": label_of(s.version), "start": s.start, "end": s.end, **({"stale_kv": True} if s.stale_kv else {})}
+        for s in completion.weight_versions
+    ]
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+class FastRoute(APIRoute):
+    """Reads JSON with orjson."""
+
+    def get_route_handler(self):
+        handle = super().get_route_handler()
+
+        async def run(request: Request) -> Response:
+            return await handle(_OrjsonRequest(request.scope, request.receive))
+
+        return run
+
+
+class _OrjsonRequest(Request):
+    async def json(self) -> Any:
+        return orjson.loads(await self.body())
+
+
+def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+def problem(status: int, message: str, headers: dict[str, str] | None = None, kind: str | None = None) -> Response:
+    """An error as both dialects' clients read it."""
+    kind = kind or {404: "NotFoundError", 503: "ServiceUnavailableError"}.get(status)
+    kind = kind or ("BadRequestError" if status < 500 else "InternalServerError")
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return reply({"error": error, "success": False, "message": message, "object": "error"}, status, headers)
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the reply."""
+
+
+def check_finished(outputs: Iterable[RequestOutput]) -> None:
+    for output in outputs:
+        for c in output.completions:
+            if c.finish_reason == "error":
+                raise GenerationError(str(c.stop_reason))
+
+
+async def run(
+    http: Request, engine: AsyncEngine, requests: list[GenerateRequest], request_id: str
+) -> tuple[Generation, list[RequestOutput]]:
+    """The finished requests; aborts them when the client goes away first."""
+    generation = await engine.submit(requests, request_id)
+    work = asyncio.ensure_future(generation.final())
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGoneError
+        outputs = work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+        generation.close()
+    check_finished(outputs)
+    return generation, outputs
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stream(
+    engine: AsyncEngine,
+    requests: list[GenerateRequest],
+    request_id: str,
+    events: Callable[[Generation, int, RequestOutput], Iterable[dict]],
+    last: Callable[[Generation], Iterable[dict]] = lambda generation: (),
+) -> StreamingResponse:
+    """Server-sent events: what `events` makes of each output, what `last` adds, [DONE]."""
+    generation = await engine.submit(requests, request_id)
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            async for outputs in generation.outputs():
+                if data := b"".join(_event(e) for i, output in outputs for e in events(generation, i, output)):
+                    yield data
+            yield b"".join(_event(e) for e in last(generation)) + b"data: [DONE]\n\n"
+        except Exception as error:  # too late for another status
+            logger.exception("stream %s failed", request_id)
+            message = f"{type(error).__name__}: {error}"
+            failure = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+            yield _event({"error": failure}) + b"data: [DONE]\n\n"
+        finally:
+            generation.close()
+
+    return _Stream(body(), generation)
+
+
+class _Stream(StreamingResponse):
+    """Closes its generation even if the client is gone before the first byte."""
+
+    def __init__(self, body: AsyncIterator[bytes], generation: Generation):
+        super().__init__(body, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.generation = generation
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.generation.close()
+
+
+def _event(content: dict) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"

@@ -1,0 +1,71 @@
+"""Runs the HTTP server until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..engine import LLM
+from .app import create_app
+from .auth import Guard
+
+logger = logging.getLogger(__name__)
+KEEP_ALIVE = 75  # seconds; clients' connection pools keep theirs for less
+SWITCH_INTERVAL = 5e-4  # seconds that the event loop may keep the engine's thread waiting for the interpreter
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve`, which lets requests finish first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    llm: LLM,
+    model_name: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    guard: Guard | None = None,
+    shutdown_timeout: float = 30.0,
+    **options,
+) -> None:
+    """Serves until SIGTERM or SIGINT; then new requests get 503, and those that run have `shutdown_timeout` seconds to
+    finish before they are aborted (a second signal aborts them at once). Returns when all is closed.
+
+    options: see `create_app`.
+    """
+    app = create_app(llm, model_name, guard, **options)
+    config = uvicorn.Config(app, host, port, timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, access_log=False,
+                            log_config=None, timeout_graceful_shutdown=5, backlog=4096)  # fmt: skip
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    asyncio.run(_run(_Server(config), app, shutdown_timeout))
+
+
+async def _run(server: _Server, app: FastAPI, shutdown_timeout: float) -> None:
+    loop = asyncio.get_running_loop()
+    drains: set[asyncio.Task] = set()
+
+    async def drain(deadline: float) -> None:
+        if server.started:
+            await app.state.service.engine.drain(deadline)
+        server.should_exit = True
+
+    def on_signal() -> None:
+        deadline = 0.0 if drains else shutdown_timeout
+        logger.info("shutting down: requests have %g s to finish", deadline)
+        drains.add(loop.create_task(drain(deadline)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await server.serve()
+    if not server.started:
+        raise OSError(f"could not listen on {server.config.host}:{server.config.port}; is another server there?")

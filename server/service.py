@@ -1,0 +1,63 @@
+"""What the routes of all dialects work on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from ..engine import LLM
+from .async_engine import AsyncEngine
+from .updates import WeightUpdates
+
+LOGPROBS_MODE = (
+    "fp32 log-softmax of the distribution sampled from: logits / temperature, then top-k, top-p and min-p, "
+    "renormalised; temperature 0 is greedy and reports temperature 1"
+)
+
+
+class ModelNotFoundError(LookupError):
+    """The request names another model."""
+
+
+@dataclass
+class Service:
+    """One served model. `llm` is for reading what never changes; all else goes through `engine` and `updates`."""
+
+    engine: AsyncEngine
+    updates: WeightUpdates
+    model_name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    allow_pickle: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    @property
+    def contract_hash(self) -> str | None:
+        return self.llm.contract.hash if self.llm.contract else None
+
+    @property
+    def fingerprint(self) -> str:
+        return f"samebits-{self.contract_hash or 'inexact'}"
+
+    def token(self, token_id: int) -> str:
+        return self.engine.tokenization.token(token_id)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in (self.model_name, "default"):
+            raise ModelNotFoundError(f"the model {name!r} is not served here; this is {self.model_name!r}")
+
+    def load(self) -> dict[str, int]:
+        """What runs and waits, and what it holds."""
+        stats = self.llm.stats()
+        waiting = max(0, self.engine.num_sequences - stats.num_running)  # also what the engine hasn't seen yet
+        return {**asdict(stats), "num_waiting": waiting}
+
+
+def service(request: Request) -> Service:
+    return request.app.state.service

@@ -1,0 +1,76 @@
+"""Text in and out for the HTTP side, with a tokenizer of its own beside the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ..engine import LLM
+
+T = TypeVar("T")
+
+
+class Tokenization:
+    """Short texts at once; `in_thread` for long ones, which would hold the event loop up."""
+
+    def __init__(self, llm: LLM):
+        self.tokenizer = copy.deepcopy(llm.tokenizer)
+        self.processor = llm.input_processor(self.tokenizer)
+        self._executor = ThreadPoolExecutor(1, "tokenizer")
+        self.token = functools.lru_cache(maxsize=2**16)(self._token)
+
+    async def in_thread(self, function: Callable[..., T], *args, **kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        return max((len(token) for token in self.need("text").get_vocab()), default=1)
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """ValueError for a prompt that is too long however it is split: it isn't worth tokenising."""
+        limit = self.processor.max_model_len
+        least = len(prompt) // self.longest_token if isinstance(prompt, str) and self.tokenizer else len(prompt)
+        if least > limit and (self.tokenizer or not isinstance(prompt, str)):
+            raise ValueError(f"prompt of at least {least} tokens leaves no room in max_model_len {limit}")
+
+    def _token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
+
+    def need(self, what: str) -> Any:
+        return self.processor.need_tokenizer(what)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.need("text").encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        for token in token_ids:
+            if not 0 <= token < self.processor.vocab_size:
+                raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")
+        return self.need("text").decode(token_ids)
+
+    async def chat(self, messages: list[dict], **template) -> list[int]:
+        """The token ids that the chat template makes of a conversation."""
+        return await self.in_thread(self._chat, [_plain(m) for m in messages], **template)
+
+    def _chat(self, messages: list[dict], **template) -> list[int]:
+        tokenizer = self.need("chat messages")
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **template)
+        except Exception as error:  # the template is a program of the model's (or the client's)
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _plain(message: dict) -> dict:
+    """Content given as text parts, as one text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        raise ValueError("message content must be text; images, audio and the like are not supported")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}

@@ -1,0 +1,179 @@
+"""Weight updates over HTTP: checked before anything moves, received beside the serving weights, switched all at once.
+
+While tensors come, in a thread of their own, the engine serves on. An update that fails is forgotten whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..engine import LLM, WeightUpdate, WeightUpdateError
+from ..engine.transfer import TensorSpec, WeightGroup
+from .async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+DEFAULT_LABEL = "default"
+
+
+class ConflictError(RuntimeError):
+    """Something else is in the way of what was asked."""
+
+
+class WeightUpdates:
+    """The one update in progress, the process groups that tensors come over, and what clients call the versions."""
+
+    def __init__(self, engine: AsyncEngine, timeout: float):
+        self.engine, self.timeout = engine, timeout
+        self.labels = {0: DEFAULT_LABEL}
+        self.groups: dict[str, WeightGroup] = {}
+        self.pending: WeightUpdate | None = None
+        self._explicit = False  # begun by the client, who will also say when it ends
+        self._label: str | None = None
+        self._busy = asyncio.Lock()
+
+    @property
+    def label(self) -> str:
+        return self.label_of(self.engine.llm.weight_version)
+
+    def label_of(self, version: int | None) -> str:
+        version = self.engine.llm.weight_version if version is None else version
+        return self.labels.get(version, str(version))
+
+    def relabel(self, label: str) -> None:
+        self.labels[self.engine.llm.weight_version] = label
+
+    def begin(self) -> None:
+        """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
+        self._forget()
+        self.pending, self._explicit = self.engine.llm.begin_weight_update(), True
+
+    async def finish(self, label: str | None = None) -> None:
+        async with self._exclusively():
+            if self.pending is None:
+                raise ConflictError("no weight update was begun")
+            await self._commit(label)
+
+    def check_resumable(self) -> None:
+        """Raises ConflictError, once, where part of an update came and the rest didn't."""
+        if self.pending is not None and self.pending.given:
+            missing = self.pending.missing
+            self._forget()
+            raise ConflictError(
+                f"the weight update is incomplete: {len(missing)} tensors never came, first {missing[:1]}. It is "
+                f"forgotten now; send all of it, or resume again to go on with version {self.label!r}"
+            )
+
+    async def load(self, source: str | Iterable[tuple[str, Tensor]], label: str | None = None) -> str:
+        """Loads a checkpoint directory, or tensors: all, or a part of an update. Returns what was done."""
+        async with self._exclusively():
+            return await self._load(lambda update: update.load(source), label)
+
+    async def receive(
+        self, group_name: str, manifest: list[TensorSpec], bucket_bytes: int | None, label: str | None = None
+    ) -> str:
+        """Receives a manifest's tensors over a group: all, or a part of an update. Returns what was done."""
+        async with self._exclusively():
+            group = self.groups.get(group_name)
+            if group is None or not group.usable:
+                raise ConflictError(
+                    f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
+                )
+
+            def receive(update: WeightUpdate) -> None:
+                try:
+                    update.check(manifest)
+                except WeightUpdateError:
+                    self._leave(group_name)  # or the sender might wait for us in its broadcast
+                    raise
+                with contextlib.closing(group.receive(manifest, bucket_bytes)) as tensors:
+                    update.load(tensors)
+
+            return await self._load(receive, label)
+
+    async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
+        self.pending = update = self.pending or self.engine.llm.begin_weight_update()
+        self._label = label or self._label
+        try:
+            await in_daemon_thread(load, update)
+        except BaseException:
+            self._forget()
+            raise
+        if self._explicit or update.missing:
+            return (
+                f"{len(update.given)} tensors staged, {len(update.missing)} to come; version {self.label!r} serves on"
+            )
+        await self._commit(label)
+        return f"version {self.label!r} is in force"
+
+    async def _commit(self, label: str | None) -> None:
+        update, label = self.pending, label or self._label
+        assert update is not None
+        keep_kv = self.engine.pause_mode == "keep"
+
+        def commit(llm: LLM) -> int:
+            number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
+            return llm.commit_weight_update(update, number if number > llm.weight_version else None, not keep_kv)
+
+        self._forget()
+        version = await self.engine.call(commit)
+        self.labels[version] = label or str(version)
+        logger.info("weight version %s (%r) is in force", version, self.labels[version])
+
+    def _forget(self) -> None:
+        self.pending, self._explicit, self._label = None, False, None
+
+    async def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str) -> None:
+        """Joins a weight group; one of that name from before is left."""
+        async with self._exclusively():
+            self._forget()
+            self._leave(name)
+            self.groups[name] = await in_daemon_thread(
+                lambda: WeightGroup(address, port, rank, world_size, name, backend, self.timeout)
+            )
+
+    async def leave(self, name: str) -> bool:
+        """Leaves a group; True if there was one."""
+        async with self._exclusively():
+            self._forget()
+            return self._leave(name)
+
+    def _leave(self, name: str) -> bool:
+        group = self.groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for name in list(self.groups):
+            self._leave(name)
+
+    @contextlib.asynccontextmanager
+    async def _exclusively(self):
+        if self._busy.locked():
+            raise ConflictError("another weight update is in progress")
+        async with self._busy:
+            yield
+
+
+def in_daemon_thread(function: Callable[..., T], *args) -> Awaitable[T]:
+    """A thread that doesn't keep the process alive: what it waits for may never come."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(future)
