@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -69,10 +70,7 @@ class WeightLoader:
                 rows: Iterable[Tensor] = map(module.packed.rows, parts)
             else:
                 rows = [getattr(module, leaf).detach()]
-            digest = hashlib.blake2b(digest_size=16)
-            for part in rows:
-                digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            hashes[name] = digest.hexdigest()
+            hashes[name] = checksum(rows)
         return hashes
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -177,8 +175,20 @@ class WeightUpdate:
         self.loader.check_complete(set(entries))
         for file in sorted({file for *_, file in entries.values()}):
             with safe_open(file, framework="pt") as tensors:
+                sums = json.loads((tensors.metadata() or {}).get("checksums", "{}"))
                 for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
+                    tensor = tensors.get_tensor(name)
+                    if name in sums and sums[name] != checksum([tensor]):
+                        raise WeightUpdateError(f"{file}: the bytes of tensor {name!r} are not those that were written")
+                    yield name, tensor
+
+
+def checksum(parts: Iterable[Tensor]) -> str:
+    """Of the bytes of a tensor's parts, one after the other."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def packed(module: nn.Module, leaf: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -49,15 +48,19 @@ def train(
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     exact: Annotated[bool, typer.Option(help="--no-exact: torch's own ops on both sides, a control.")] = True,
     check: Annotated[str, typer.Option(help="Compare bits at 'every' step, the 'first', or 'off'.")] = "every",
-    supervised_steps: Annotated[int, typer.Option(help="Of a tiny model, before: on solved problems.")] = 60,
+    supervise_until: Annotated[
+        float, typer.Option(help="A tiny model first learns from solved problems, until it gets so many right.")
+    ] = 0.2,
     evaluate_every: Annotated[int, typer.Option(help="Steps between validations; 0 is never.")] = 20,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 saves at the end only.")] = 50,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Trains a model on a verifiable task with exact rollouts; under torchrun, with FSDP2 over all its processes."""
+    import torch.distributed as dist
+
     from ..correction import Correction, preset
     from ..engine import SamplingParams
-    from ..trainer import TrainConfig, Trainer, make_task
+    from ..trainer import TrainConfig, Trainer, make_task, save_weights
     from ..trainer.fsdp import init_process_group
 
     init_process_group()
@@ -78,39 +81,40 @@ def train(
         activation_checkpointing=activation_checkpointing, seed=seed, check=check,  # type: ignore[arg-type]
         save_every=save_every, output_dir=output_dir, engine=engine,
     )  # fmt: skip
+    console = Console(quiet=dist.get_rank() > 0)
     if tiny:
-        _make_tiny(output_dir / TINY, problems, supervised_steps, seed)
+        _make_tiny(output_dir / TINY, problems, supervise_until, seed, console)
     trainer = Trainer(config, problems)
-    console = Console(quiet=trainer.rank > 0)
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")
     with _Log(output_dir, trainer, console, evaluate_every) as log:
         trainer.fit(log)
     if trainer.rank == 0:
         plot(output_dir / LOG, output_dir / "curves.png")
+    save_weights(trainer.model, output_dir / "model")
     console.print(f"done: {output_dir}", highlight=False)
 
 
-def _make_tiny(folder: Path, task, steps: int, seed: int) -> None:
+def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) -> None:
     """Rank 0 makes the model, unless a run to resume has made it; the others wait."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0 and not (folder / "config.json").exists():
         from transformers import AutoTokenizer
 
-        from ..trainer import exact_model
+        from ..trainer import exact_model, save_weights
         from ..trainer.tiny import fine_tune, make_tiny_model
 
         if not hasattr(task, "alphabet"):
             raise ValueError("a tiny model is for the built-in tasks; give --model a checkpoint")
-        draft = folder.with_name(f".{folder.name}.incomplete")
+        draft = folder.with_name(f".{folder.name}.untrained")
         make_tiny_model(draft, task.alphabet, seed)
-        if steps:
-            model = exact_model(draft)
-            for _ in fine_tune(model, AutoTokenizer.from_pretrained(draft), task, steps, seed=seed):
-                pass
-            model.save_pretrained(draft)
-        os.replace(draft, folder)
+        model, tokenizer = exact_model(draft), AutoTokenizer.from_pretrained(draft)
+        with console.status("learning from solved problems") as status:
+            lessons = fine_tune(model, tokenizer, task, until, seed=seed) if until > 0 else ()
+            for number, chance in enumerate(lessons, 1):
+                status.update(f"learning from solved problems: step {number}, {chance:.0%} right")
+        save_weights(model, folder)
     dist.barrier()
 
 

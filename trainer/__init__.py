@@ -9,6 +9,7 @@ from .losses import ALGORITHMS, advantages, contribution, policy_loss, reference
 from .packing import pack
 from .rescore import gradient_sketch, rescore
 from .tasks import Problem, Task, make_task
+from .weight_sync import save_weights
 
 __all__ = [
     "ALGORITHMS",
@@ -25,6 +26,7 @@ __all__ = [
     "policy_loss",
     "reference_kl",
     "rescore",
+    "save_weights",
     "shard",
     "token_logprobs",
 ]

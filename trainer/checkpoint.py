@@ -41,10 +41,9 @@ def save_checkpoint(
     try:
         dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
         if first:
-            _write_synced(temporary / STATE, json.dumps(state, indent=1))
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(temporary, target)
-            _sync_folder(folder)
+            (temporary / STATE).write_text(json.dumps(state, indent=1))
+            sync(temporary / STATE)
+            publish(temporary, target)
             for old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
     except (dcp.api.CheckpointException, OSError) as error:
@@ -99,15 +98,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _write_synced(path: pathlib.Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def publish(draft: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a finished, synced folder its name; an older one of this name goes when the new one is there."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(draft, target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync_folder(folder: pathlib.Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: pathlib.Path) -> None:
+    """Has the disk hold what was written to a file or, for a folder, its entries."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from .logprobs import token_logprobs
@@ -39,30 +37,33 @@ def fine_tune(
     model: PreTrainedModel,
     tokenizer,
     task: Task,
-    steps: int,
+    until: float = 0.2,
+    max_steps: int = 1000,
     batch_size: int = 64,
-    lr: float = 2e-3,
+    lr: float = 1e-3,
     seed: int = 0,
-    use_tqdm: bool = True,
 ) -> Iterator[float]:
-    """Supervised steps on a task's problems with their answers and EOS; yields each step's loss in nats a token.
+    """Supervised steps on a task's problems with their answers and EOS, until the model answers well enough.
 
-    The learning rate falls linearly to a tenth; AdamW, gradient norm at most 1.
+    Yields after each step what the model's chance was to sample the answers of its batch, before it learned them, as an
+    average over the last ten batches; ends when that is `until`. AdamW, gradient norm at most 1.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     rng = random.Random(f"{seed}/demonstrations")
-    for step in tqdm(range(steps), desc="Supervised", unit="step", disable=not use_tqdm):
+    chances: list[float] = []
+    for _ in range(max_steps):
         problems = [task.problem(rng.getrandbits(40)) for _ in range(batch_size)]
         prompts = [tokenizer.encode(p.prompt) for p in problems]
         answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
         sequences = [p + a for p, a in zip(prompts, answers, strict=True)]
         logprobs = token_logprobs(model, sequences, prompt_lens=[len(p) for p in prompts])
-        assert isinstance(logprobs, list)
-        total: Tensor = -torch.cat(logprobs).sum() / sum(map(len, answers))
+        sums = torch.stack([values.sum() for values in logprobs])
         optimizer.zero_grad()
-        total.backward()
+        (-sums.sum() / sum(map(len, answers))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - 0.9 * step / steps)
         optimizer.step()
-        yield float(total.detach())
+        chances.append(float(sums.detach().exp().mean()))
+        recent = sum(chances[-10:]) / 10
+        yield recent
+        if recent >= until:
+            return

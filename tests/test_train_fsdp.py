@@ -1,0 +1,100 @@
+"""The training loop over several processes: the same rollouts, close gradients, checkpoints that outlive a worker."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from samebits import LLM, SamplingParams, WeightUpdateError
+from samebits.trainer import TrainConfig, Trainer, exact_model, make_task
+from samebits.trainer.tiny import make_tiny_model
+
+SCRIPT = pathlib.Path(__file__).with_name("fsdp_train.py")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    make_tiny_model(folder, make_task("arithmetic").alphabet, seed=1, initializer_range=0.3, **sizes)
+    return str(folder)
+
+
+def torchrun(world: int, tiny: str, folder: pathlib.Path, kill_at=None, **changes) -> subprocess.CompletedProcess:
+    folder.mkdir()
+    torch.save({"model": tiny, "output_dir": str(folder), "kill_at": kill_at, "changes": changes}, folder / "job.pt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
+    return subprocess.run(
+        [*command, str(folder / "job.pt"), str(folder / "out.pt")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worlds")
+    found = {}
+    for world in (1, 2):
+        run = torchrun(world, tiny, folder / str(world))
+        assert run.returncode == 0, run.stderr[-3000:]
+        found[world] = torch.load(folder / str(world) / "out.pt")
+    return folder, found
+
+
+def test_one_rank_and_two_make_the_same_rollouts_and_close_gradients(results):
+    one, two = results[1][1], results[1][2]
+    assert len(one["rollouts"]) == 20
+    for (group, tokens, logprobs), (group2, tokens2, logprobs2) in zip(one["rollouts"], two["rollouts"], strict=True):
+        assert group == group2 and tokens == tokens2 and torch.equal(logprobs, logprobs2)
+    for result in (one, two):
+        assert result["metrics"]["max_difference"] == 0
+        assert result["metrics"]["compared_tokens"] == sum(len(t) for _, t, _ in result["rollouts"])
+    for a, b in zip(one["gradients"], two["gradients"], strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm()
+    for name in ("reward", "length", "entropy", "grad_norm", "staleness"):
+        assert one["metrics"][name] == pytest.approx(two["metrics"][name], rel=1e-5), name
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one(results, tiny):
+    folder, found = results
+    trainer = Trainer(
+        TrainConfig(model=tiny, output_dir=folder / "2", engine={"kv_cache_memory_bytes": 2**21}),
+        make_task("arithmetic"),
+    )
+    assert trainer.load() and trainer.steps_done == 1
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), found[2]["weights"][name])
+
+
+def test_saved_weights_are_a_checkpoint_that_an_engine_takes_or_refuses(results, tiny):
+    folder, found = results
+    saved = folder / "2" / "model"
+    assert len(list(saved.glob("*.safetensors"))) > 1
+    for name, parameter in exact_model(saved).named_parameters():
+        assert torch.equal(parameter, found[2]["weights"][name])
+    llm, fresh = LLM(tiny), LLM(saved)
+    llm.update_weights(saved)
+    params = SamplingParams(max_tokens=8, seed=1)
+    a, b = (e.generate(["3+4=", "12+"], params, use_tqdm=False) for e in (llm, fresh))
+    assert [c.completions[0].logprobs for c in a] == [c.completions[0].logprobs for c in b]
+    file = sorted(saved.glob("*.safetensors"))[0]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of one weight
+    with pytest.raises(WeightUpdateError, match=r"the bytes of tensor .* are not those that were written"):
+        llm.update_weights(saved)
+    assert llm.weight_version == 1
+    again = llm.generate(["3+4=", "12+"], params, use_tqdm=False)
+    assert [c.completions[0].logprobs for c in again] == [c.completions[0].logprobs for c in a]
+
+
+def test_a_killed_worker_ends_the_launcher_and_the_last_checkpoint_loads(tiny, tmp_path):
+    run = torchrun(2, tiny, tmp_path / "run", kill_at=2)
+    assert run.returncode != 0 and "SIGKILL" in run.stderr
+    trainer = Trainer(
+        TrainConfig(model=tiny, output_dir=tmp_path / "run", engine={"kv_cache_memory_bytes": 2**21}),
+        make_task("arithmetic"),
+    )
+    assert trainer.load() and trainer.steps_done == 2

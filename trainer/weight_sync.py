@@ -1,0 +1,71 @@
+"""The sender's side of `update_weights`, for engines that aren't in this process.
+
+In-process, `llm.update_weights(model)`; over HTTP and a process group, `samebits.server.Client.update_weights(model)`;
+through a file system, `save_weights(model, folder)` and then `update_weights(folder)` on either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..engine.transfer import full_tensors
+from ..engine.weights import checksum
+from .checkpoint import publish, sync
+
+FILE_BYTES = 2**30
+
+
+def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
+    """Writes an HF checkpoint directory that appears whole or not at all, with a checksum of every tensor.
+
+    Under FSDP2 all ranks must call it; a tensor at a time is gathered, and rank 0 writes, holding one file's tensors.
+    Tokenizer files come along from where the model was loaded. An older directory of this name is replaced.
+    """
+    target = pathlib.Path(folder)
+    draft = target.with_name(f".{target.name}.incomplete")
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    places: dict[str, str] = {}
+    for number, tensors in enumerate(_files(model, max_file_bytes), 1):
+        if writes:
+            name = f"model-{number:05}.safetensors"
+            sums = {n: checksum([t]) for n, t in tensors.items()}
+            save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
+            places |= dict.fromkeys(tensors, name)
+    if writes:
+        index = {"metadata": {}, "weight_map": places}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        model.config.save_pretrained(draft)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(draft)
+        for file in pathlib.Path(model.config._name_or_path).glob("*token*"):
+            shutil.copy(file, draft)
+        for file in draft.iterdir():
+            sync(file)
+        publish(draft, target)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _files(model: PreTrainedModel, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The parameters, tied ones once, in runs of at most `max_bytes`."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in full_tensors(dict(model.named_parameters())):
+        if tensors and size + tensor.nbytes > max_bytes:
+            yield tensors
+            tensors, size = {}, 0
+        tensors[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    yield tensors
