@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine import LLM
+from ..engine.sampling_params import RequestOutputKind
 from ..kernels.contract import Contract
 from ..model.exact import contract_of, exact_model
 from .checkpoint import latest, load_checkpoint, save_checkpoint
@@ -58,7 +59,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
-        params = replace(config.sampling, n=config.group_size, seed=None)
+        params = replace(config.sampling, n=config.group_size, seed=None, output_kind=RequestOutputKind.FINAL_ONLY)
         self.worker = RolloutWorker(self.llm, task, params, config.seed, config.chat)
         self.steps_done = 0
         self.updates_done = 0
@@ -69,7 +70,7 @@ class Trainer:
         if self.config.dtype != "float32":
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        return shard(exact_model(self.config.model, exact=self.llm.config.exact), **policy)
+        return shard(exact_model(self.config.model, exact=self.config.engine.get("exact", True)), **policy)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

@@ -78,8 +78,11 @@ class RolloutWorker:
             mine = [r for g in sorted(wanted) for r in self._finished.pop(g)]
         except Exception as error:  # the others learn of it, and don't wait
             failure = error
-        gathered: list = [None] * self.world
-        dist.all_gather_object(gathered, (mine, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        gathered: list = [(mine, None)]
+        if self.world > 1:
+            gathered = [None] * self.world
+            problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+            dist.all_gather_object(gathered, (mine, problem))
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(gathered):

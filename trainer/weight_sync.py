@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine.transfer import full_tensors
@@ -32,7 +33,8 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     """
     target = pathlib.Path(folder)
     draft = target.with_name(f".{target.name}.incomplete")
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    writes = not sharded or dist.get_rank() == 0
     if writes:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -54,7 +56,7 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
         for file in draft.iterdir():
             sync(file)
         publish(draft, target)
-    if dist.is_initialized():
+    if sharded:
         dist.barrier()
 
 
