@@ -396,12 +396,16 @@ def test_metrics_are_sums_before_rejection_that_add_up_over_ranks():
     assert whole["tokens"] == lp.mask.sum()
     assert found["above_bound"] == pytest.approx(float((ratio > 1.2).double().mean()))
     assert found["below_bound"] == pytest.approx(float((ratio < 0.8).double().mean()))
-    assert found["rejected_tokens"] == pytest.approx(1 - float(keep.double().mean()))
+    assert found["rejected_tokens"] == pytest.approx(1 - float((keep & (weights > 0)).double().mean()))
     assert found["rejected_by_gate_1"] == pytest.approx(float((ratio.log().abs() > 0.5).double().mean()))
     used = torch.where(keep, weights, 0.0)
-    assert found["ess"] == pytest.approx(float(theory.effective_sample_size(used)) / len(used))
-    a = advantages.double()[lp.segment].abs()
-    assert found["rejected_advantage"] == pytest.approx(float(a[~keep].sum() / a.sum()))
+    assert found["ess_token"] == pytest.approx(float(theory.effective_sample_size(used)) / len(used))
+    a = advantages.double()[lp.segment]
+    dropped = used == 0
+    assert found["rejected_advantage"] == pytest.approx(float(a.abs()[dropped].sum() / a.abs().sum()))
+    assert found["rejected_negative_tokens"] == pytest.approx(float(dropped[a < 0].double().mean()))
+    mean = [float(used[lp.segment == i].mean()) for i in range(6) if lp.lengths[i]]
+    assert found["ess_sequence"] == pytest.approx(float(theory.effective_sample_size(torch.tensor(mean))) / 5)
     nothing = Correction(gates=(Gate(Statistic("old/rollout", "abs"), high=-1.0),))
     assert all(math.isfinite(v) for v in summarize(correction_metrics(nothing, lp)).values())
 
