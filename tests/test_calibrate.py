@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -271,6 +272,33 @@ def test_the_sketch_is_a_projection_of_the_gradient_of_the_head(checkpoint):
         token_logprobs(model, [prompt + completion[: t + 1]], params)[0][-1].backward()
         exact = (left.T.double() @ model.lm_head.weight.grad.double() @ right.double()).flatten()
         assert (sketch[t] - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
+def test_rescoring_shares_prefixes_and_changes_no_bit(checkpoint):
+    from samebits.kernels import ops
+    from samebits.trainer import exact_model, rescore, token_logprobs
+
+    model = exact_model(checkpoint("llama"))
+    g = np.random.default_rng(0)
+    long, other = g.integers(0, 1000, 100).tolist(), g.integers(0, 1000, 40).tolist()
+    prompts = [long, long, long[:70] + other, other, long[:64], [7], long[:33], long]
+    pairs = [
+        (prompt, g.integers(0, 1000, n).tolist()) for prompt, n in zip(prompts, (5, 40, 1, 9, 0, 3, 33, 2), strict=True)
+    ]
+    params = SamplingParams(temperature=0.7, top_p=0.9)
+    for budget in (4096, 150):
+        for (prompt, completion), (scores, best) in zip(pairs, rescore(model, pairs, params, budget), strict=True):
+            (alone,), (top,) = token_logprobs(model, [prompt + completion], params, return_argmax=True)
+            assert torch.equal(scores, alone[len(prompt) :])
+            assert torch.equal(best, top[len(prompt) :])
+    shared = ops.PagedLayout.packed([40, 8], 1, torch.device("cpu"), [0, 32])
+    assert shared.tables.tolist() == [0, 1, 0, 2]
+    assert shared.positions.tolist() == [*range(40), *range(32, 40)]
+    swapped = [([*other[:32], 5], [6, 7]), ([*long[:32], 5], [6, 7])]  # what a mistaken prefix would do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[rescore.__module__], "_common_prefix", lambda a, b: 32)
+        mistaken = [scores for scores, _ in rescore(model, swapped)]
+    assert not torch.equal(mistaken[1], [scores for scores, _ in rescore(model, swapped)][1])
 
 
 def test_the_grid_has_each_family_at_thresholds_that_decide_something():
