@@ -90,7 +90,7 @@ def diagnose(
         d = diagnosis.add(lp, _flips(batch)[lp.mask])
         found = heapq.nlargest(worst, [*found, *_worst(batch, lp, d, worst)], key=lambda w: w["abs"])
         if all(r.old is not None for r in batch):
-            own = packed(batch, "old")
+            own = lp if trainer == "old" else packed(batch, "old")
             copied &= torch.equal(own.values("old"), own.values("rollout"))
             gaps.append(float((own.values("old") - lp.values("old")).abs().max()) if len(d) else 0.0)
         else:

@@ -43,9 +43,10 @@ def calibration(found: Calibration) -> bytes:
     plt, figure, axes = _figure(2, 4, (21, 9.5))
     _alignment(axes[0][0], found)
     _by_threshold(axes[0][1], axes[0][2], found)
-    biased = [(a.metrics["ess_sequence"], a.alignment.direction) for a in found.assessments if a.alignment]
-    if biased:
-        axes[0][3].plot(*zip(*biased, strict=True), "o")
+    for family, members in _families(found).items():
+        known = [(a.metrics["ess_sequence"], a.alignment.direction) for _, a in members if a.alignment]
+        if known:
+            axes[0][3].plot(*zip(*known, strict=True), "o", label=family)
     axes[0][3].set(xlabel="ESS / n", ylabel="direction bias", title="bias against sample size")
     rejecting = sorted(found.assessments, key=lambda a: a.metrics["rejected_sequences"])
     for a in [a for a in rejecting if a.metrics["rejected_sequences"] > 0.05][:8]:
@@ -83,28 +84,30 @@ def _null(span: Any, found: Calibration) -> None:
         span(*found.null.interval, color="tab:gray", alpha=0.2, label="exact against exact")
 
 
-def _by_threshold(cosines: Any, kept: Any, found: Calibration) -> None:
-    """The null: exact rollouts against exact ones, and the share of exact sequences that a gate keeps."""
+def _families(found: Calibration) -> dict[str, list[tuple[float, Assessment]]]:
+    """Family -> its (threshold, assessment), ascending."""
     families: dict[str, list[tuple[float, Assessment]]] = defaultdict(list)
     for a in found.assessments:
         family, _, threshold = a.name.partition("@")
         if threshold:
             families[family].append((float(threshold), a))
-    for family, members in families.items():
-        members.sort(key=lambda member: member[0])
+    return {family: sorted(members, key=lambda member: member[0]) for family, members in families.items()}
+
+
+def _by_threshold(cosines: Any, kept: Any, found: Calibration) -> None:
+    """The null: exact rollouts against exact ones, and the share of exact sequences that a gate keeps."""
+    for i, (family, members) in enumerate(_families(found).items()):
+        thresholds, style = [t for t, _ in members], {"color": f"C{i}"}
         known = [(t, a.alignment.cosine) for t, a in members if a.alignment is not None]
         if known:
-            cosines.plot(*zip(*known, strict=True), "o-", ms=4, label=family)
+            cosines.plot(*zip(*known, strict=True), "o-", ms=4, label=family, **style)
         if any(a.metrics["rejected_sequences"] for _, a in members):
-            thresholds = [t for t, _ in members]
-            (line,) = kept.plot(
-                thresholds, [1 - a.metrics["rejected_sequences"] for _, a in members], "o-", label=family
-            )
-            for end, style in ((0, ":"), (-1, "--")):
-                kept.plot(thresholds, [a.accepted_by_length[end] for _, a in members], style, color=line.get_color())
+            kept.plot(thresholds, [1 - a.metrics["rejected_sequences"] for _, a in members], "-", label=family, **style)
+            for end, line in ((0, ":"), (-1, "--")):
+                kept.plot(thresholds, [a.accepted_by_length[end] for _, a in members], line, **style)
             exact = [(t, a.accepted_exact) for t, a in members if a.accepted_exact is not None]
             if exact:
-                kept.plot(*zip(*exact, strict=True), "x", color=line.get_color())
+                kept.plot(*zip(*exact, strict=True), "x", **style)
     _null(cosines.axhspan, found)
     cosines.set(xscale="log", xlabel="threshold", ylabel="expected cosine", title="cosine by threshold")
     kept.set(xscale="log", xlabel="threshold", ylabel="share of sequences kept", ylim=(-0.05, 1.05))
@@ -122,7 +125,8 @@ def _contributions(ax: Any, found: Calibration, side: int) -> None:
         total = max(1, sum(sides[side]))
         ax.step(range(len(sides[side])), [count / total for count in sides[side]], where="mid", label=name)
     middle = len(CONTRIBUTION_EDGES) // 2
-    ticks = {middle + sign * (1 + 4 * i): f"{sign * 10.0 ** (i - 4):g}" for sign in (-1, 1) for i in range(5)}
+    ticks = {middle + sign * (1 + 4 * i): f"{sign * 10.0 ** (i - 4):g}" for sign in (-1, 1) for i in range(1, 5)}
+    ticks[middle] = "0"
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=7, rotation=60)
     ax.set(xlabel="C(r) = -(r - 1) A", ylabel="share of tokens", yscale="log")
     ax.set_title(f"zero-centred contribution, A {'><'[side]} 0")

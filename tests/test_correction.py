@@ -462,6 +462,20 @@ def test_the_gradient_is_the_closed_form(mode, gated):
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-9)  # autograd leaves in fp32
 
 
+def test_the_gradient_of_losses_without_a_clipped_term_is_the_closed_form():
+    """-w m A / N of REINFORCE in bypass with a weight of pi/mu, -w m clip(r) A / N of CISPO."""
+    lp, advantages = batch(13, spread=0.3)
+    a = advantages.double()[lp.segment]
+    gate = (Gate(Statistic("old/rollout", "k3", "mean"), high=0.05),)
+    for mode, kind, ratio in (("bypass", "reinforce", "current/rollout"), ("decoupled", "cispo", "old/rollout")):
+        correction = Correction(Weight(Statistic(ratio), high=1.2), gate)
+        w, m = correction.on_tokens(lp, a)
+        r = (lp.values("current") - lp.values("old")).exp().clamp(0.8, 1.28) if kind == "cispo" else 1.0
+        got = effective_coefficients(lp, advantages, mode, kind=kind, correction=correction, clip=(0.2, 0.28))
+        assert 0 < m.sum() < len(m)
+        assert torch.allclose(got, -w * m * r * a / len(a), rtol=1e-5, atol=1e-9)
+
+
 def test_decoupled_with_whole_weights_is_bypass_but_for_the_clip():
     lp, advantages = batch(12)
     open_clip = {"clip": (1.0, 1e9)}
