@@ -128,15 +128,19 @@ def calibrate(
     batch = batch_size * len(ours) / lp.num_sequences
     target = truth.gradients(exact[1])
     found = compare([traces.gradients(e) for e in coefficients], target, paired, batch, resamples, seed)
+    result = replace(result, exact_contributions=contributions(truth, torch.ones_like(exact[1]))[0])
+    unresolved = _unresolved(found, min(len(ours), len(theirs)), margin, lp.num_sequences)
+    if found.signal <= 0:  # a reference that is all noise: cosines with it say nothing
+        assert unresolved is not None
+        return replace(result, verdict=unresolved)
     assessments = [replace(a, alignment=row) for a, row in zip(assessments, found.rows, strict=True)]
-    verdict = _unresolved(found, min(len(ours), len(theirs)), margin, lp.num_sequences)
+    null = compare([target[::2]], target[1::2], False, batch, resamples, seed) if len(target) > 1 else None
     return replace(
         result,
         assessments=assessments,
-        verdict=verdict or _choose(assessments, found, margin, lp.num_sequences),
+        verdict=unresolved or _choose(assessments, found, margin, lp.num_sequences),
         optima=_optima(list(candidates), found),
-        exact_contributions=contributions(truth, torch.ones_like(exact[1]))[0],
-        null=compare([target[::2]], target[1::2], False, batch, resamples, seed).rows[0] if len(target) > 1 else None,
+        null=null.rows[0] if null and null.signal > 0 else None,
     )
 
 

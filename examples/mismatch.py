@@ -7,10 +7,11 @@ Rollouts that are there already are used again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
-import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,24 +27,26 @@ from samebits.model.checkpoint import resolve
 from samebits.server import mismatch, report
 from samebits.trainer import exact_model
 
-
-def questions(count: int) -> list[tuple[str, int]]:
-    """(prompt, answer): sums after three worked ones, which a small model gets right about half of the time."""
-    rng = random.Random(0)
-    asked = []
-    for _ in range(count):
-        pairs = [(rng.randint(2, 12), rng.randint(2, 12)) for _ in range(4)]
-        shown = "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs[:3])
-        a, b = pairs[3]
-        asked.append((f"{shown}{a} + {b} =", a + b))
-    return asked
+ADJECTIVES = "old quiet red small tired bright cold wild lost happy broken gentle strange young heavy empty"
+NOUNS = "river mountain teacher garden winter song horse letter window soldier bakery storm bridge kitten"
 
 
-def rewarded(rollouts: Iterable[Rollout], tokenizer, answers: list[int]) -> Iterator[Rollout]:
-    """Reward 1 where the first number is the sum."""
+def prompts_of(tokenizer, count: int) -> list[list[int]]:
+    pairs = list(itertools.product(ADJECTIVES.split(), NOUNS.split()))
+    random.Random(0).shuffle(pairs)
+    asked = [f"Write one short sentence about the {adjective} {noun}." for adjective, noun in pairs[:count]]
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        for text in asked
+    ]
+
+
+def rewarded(rollouts: Iterable[Rollout], tokenizer) -> Iterator[Rollout]:
+    """Reward 1 for a sentence that is done within the limit."""
     for rollout in rollouts:
-        number = re.match(r"\s*(\d+)", tokenizer.decode(rollout.token_ids))
-        rollout.reward = float(number is not None and int(number[1]) == answers[int(rollout.group or 0)])
+        text = tokenizer.decode(rollout.token_ids)
+        done = text.removesuffix(tokenizer.eos_token).rstrip()
+        rollout.reward = float(text.endswith(tokenizer.eos_token) and done.endswith((".", "!", "?")))
         yield rollout
 
 
@@ -54,7 +57,9 @@ def vllm_rollouts(python: str, path: Path, prompts: list[list[int]], n: int, max
             "model": str(path), "dtype": "bfloat16", "prompts": prompts, "n": n, "max_tokens": max_tokens,
             "out": str(out),
         }))  # fmt: skip
-        subprocess.run([python, str(Path(__file__).with_name("vllm_rollouts.py")), str(job)], check=True)
+        subprocess.run(
+            [python, str(Path(__file__).with_name("vllm_rollouts.py")), str(job)], check=True, stdout=sys.stderr
+        )
         yield from read_rollouts(out)
 
 
@@ -89,6 +94,14 @@ def exact_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int
             yield Rollout(np.array(c.token_ids), values, np.array(prompts[group]), old=values, group=str(group))
 
 
+def write_once(path: Path, rollouts: Iterator[Rollout]) -> None:
+    """Whole or not at all; what is there already is kept, and nothing is sampled."""
+    if not path.exists():
+        part = path.with_suffix(".part")
+        write_rollouts(part, rollouts)
+        part.rename(path)
+
+
 def write_report(out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str) -> str:
     scorer = exact_model(path)
     found, null = (mismatch.diagnose(file, scorer) for file in (engine, reference))
@@ -110,26 +123,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="checkpoint directory, hub id or smollm2")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM; without it, HF's generate samples")
-    parser.add_argument("--prompts", type=int, default=192)
+    parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
     args = parser.parse_args()
     path = resolve(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts, answers = zip(*questions(args.prompts), strict=True)
-    prompts = [tokenizer.encode(text) for text in texts]
     args.out.mkdir(parents=True, exist_ok=True)
     engine, reference = args.out / "rollouts.jsonl", args.out / "exact.jsonl"
-    if not engine.exists():
-        sizes = prompts, args.n, args.max_tokens
-        sampled = vllm_rollouts(args.vllm_python, path, *sizes) if args.vllm_python else None
-        sampled = sampled or hf_rollouts(path, tokenizer, *sizes)
-        write_rollouts(engine, rewarded(sampled, tokenizer, list(answers)))
-    if not reference.exists():
-        sampled = exact_rollouts(path, prompts, args.n, args.max_tokens)
-        write_rollouts(reference, rewarded(sampled, tokenizer, list(answers)))
-    name = "vLLM" if args.vllm_python else "HF generate"
+    sizes = prompts_of(tokenizer, args.prompts), args.n, args.max_tokens
+    if args.vllm_python:
+        name, sampled = "vLLM", vllm_rollouts(args.vllm_python, path, *sizes)
+    else:
+        name, sampled = "HF generate", hf_rollouts(path, tokenizer, *sizes)
+    write_once(engine, rewarded(sampled, tokenizer))
+    write_once(reference, rewarded(exact_rollouts(path, *sizes), tokenizer))
     print(write_report(args.out, engine, reference, path, tokenizer, f"{name} in bf16 against fp32"))
 
 

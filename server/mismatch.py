@@ -98,15 +98,19 @@ def diagnose(
         bar.update(len(lp.mask))
     bar.close()
     summary = diagnosis.summary()
-    warnings = [_COPIED] if copied and (model is None or summary["max_abs"]) else []
+    warnings = []
+    if copied and (model is None or summary["max_abs"]):
+        warnings.append(
+            _COPIED + ("Give a --model to re-score them." if model is None else "The exact scores count here.")
+        )
     gap = None if model is None or copied or not gaps else max(gaps)
     return Report(summary, diagnosis.survival(), found, gap, warnings)
 
 
 _COPIED = (
     "The file's old log-probs are the engine's own, bit for bit. An exact engine's are, but so are those in dumps of "
-    "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose mismatch then reads 0 and says "
-    "nothing. Give a --model to re-score the tokens."
+    "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose tokens then read as without "
+    "mismatch. "
 )
 
 

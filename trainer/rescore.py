@@ -57,7 +57,7 @@ def gradient_sketch(
     model: PreTrainedModel,
     rollouts: Iterable[Pair],
     temperature: float = 1.0,
-    width: int = 8,
+    width: int = 16,
     seed: int = 0,
     max_num_batched_tokens: int = 4096,
 ) -> Iterator[Tensor]:
