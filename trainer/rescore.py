@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ..model.exact import LMHead
 from .logprobs import _row_params, _run
 
 Pair = tuple[Sequence[int], Sequence[int]]
+
+_LOGITS = 1 << 26  # entries in memory at a time: each chunk of rows reads lm_head anew, so few large ones
 
 
 @torch.no_grad()
@@ -28,28 +31,13 @@ def rescore(
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
     share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
     """
-    head = model.get_output_embeddings()
-    if not isinstance(head, LMHead):
-        raise TypeError("rescore needs a model from samebits.trainer.exact_model")
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
-    block = ops.backend(head.weight.device).BLOCK if share_prefixes else None
-    params = sampling_params or SamplingParams()
-    for batch, shared in _batches(rollouts, max_num_batched_tokens, block):
-        rows = [
-            torch.tensor([*prompt[skip:], *completion])
-            for (prompt, completion), skip in zip(batch, shared, strict=True)
-        ]
-        ids, lengths = torch.cat(rows), [len(row) for row in rows]
-        if ids.min() < 0 or ids.max() >= model.config.vocab_size:
-            raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
-        counts = [len(completion) for _, completion in batch]
-        ends = torch.tensor(lengths).cumsum(0) - 1
-        index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
-        prompts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        layout = ops.PagedLayout.packed(lengths, group, ids.device, shared)
-        row_params = _row_params(model, params, lengths, prompts, index)
-        logprobs, _, best = _run(model, head, ids, index, layout, row_params, 256)
-        yield from zip(logprobs.split(counts), best.split(counts), strict=True)
+    head, params = _head(model), sampling_params or SamplingParams()
+    for batch in _batches(model, rollouts, max_num_batched_tokens, share_prefixes):
+        prompts = [length - count for length, count in zip(batch.layout.lengths, batch.counts, strict=True)]
+        row_params = _row_params(model, params, batch.layout.lengths, prompts, batch.index)
+        chunk = max(1, _LOGITS // model.config.vocab_size)
+        logprobs, _, best = _run(model, head, batch.ids, batch.index, batch.layout, row_params, chunk)
+        yield from zip(logprobs.split(batch.counts), best.split(batch.counts), strict=True)
 
 
 @torch.no_grad()
@@ -64,49 +52,74 @@ def gradient_sketch(
     """A random projection of each token's d log pi / d lm_head weight = (onehot - pi) h^T / T, fp32 [T, width^2].
 
     Both factors are projected by Gaussian matrices that `seed` fixes, so that inner products keep their expectation
-    (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out. Logits: 256 rows at a time.
+    (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out.
     """
-    head = model.get_output_embeddings()
+    head, vocab = _head(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(seed)
-    vocab, hidden_size = model.config.vocab_size, model.config.hidden_size
     left = torch.randn(vocab, width, generator=generator) / width**0.5
-    right = torch.randn(hidden_size, width, generator=generator) / width**0.5
-    for batch, _ in _batches(rollouts, max_num_batched_tokens):
-        sequences = [[*prompt, *completion] for prompt, completion in batch]
-        positions = torch.cat([torch.arange(len(s)) for s in sequences])
-        ids = torch.tensor([t for s in sequences for t in s])
-        hidden = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        states = hidden.last_hidden_state[0]
-        first = 0
-        for (prompt, completion), sequence in zip(batch, sequences, strict=True):
-            rows = states[first + len(prompt) - 1 : first + len(sequence) - 1]
-            parts = []
-            for start in range(0, len(completion), 256):
-                chunk = rows[start : start + 256]
-                error = left[torch.tensor(completion[start : start + 256])]
-                error = error - (head(chunk) / temperature).softmax(-1) @ left
-                parts.append((error[:, :, None] * (chunk.float() @ right)[:, None, :]).flatten(1) / temperature)
-            yield torch.cat(parts) if parts else torch.zeros(0, width * width)
-            first += len(sequence)
+    right = torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5
+    for batch in _batches(model, rollouts, max_num_batched_tokens, True):
+        positions = torch.from_numpy(batch.layout.positions).long()[None]
+        hidden = model.base_model(
+            input_ids=batch.ids[None], position_ids=positions, use_cache=False, layout=batch.layout
+        ).last_hidden_state[0]
+        parts = []
+        for index in batch.index.split(max(1, _LOGITS // vocab)):
+            rows = hidden[index]
+            error = left[batch.ids[index + 1]] - (head(rows) / temperature).softmax(-1) @ left
+            parts.append((error[:, :, None] * (rows.float() @ right)[:, None, :]).flatten(1) / temperature)
+        yield from torch.cat(parts).split(batch.counts)
 
 
-def _batches(rollouts: Iterable[Pair], budget: int, block: int | None = None) -> Iterator[tuple[list[Pair], list[int]]]:
-    """Batches of at most `budget` tokens to compute, and how many of each prompt's tokens the one before it has too:
-    whole blocks, and never the last one, whose logits are asked for."""
-    batch: list[Pair] = []
+def _head(model: PreTrainedModel) -> LMHead:
+    head = model.get_output_embeddings()
+    if not isinstance(head, LMHead):
+        raise TypeError("re-scoring needs a model from samebits.trainer.exact_model")
+    return head
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """ids int64 [T], without the tokens that a sequence shares with the one before it; counts: tokens of each
+    completion; index int64 [sum of counts]: of the tokens that precede those."""
+
+    ids: Tensor
+    counts: list[int]
+    index: Tensor
+    layout: ops.PagedLayout
+
+
+def _batches(model, rollouts: Iterable[Pair], budget: int, share_prefixes: bool) -> Iterator[_Batch]:
+    """Of at most `budget` tokens to compute."""
+    block = ops.backend(model.device).BLOCK
+    pairs: list[Pair] = []
     shared: list[int] = []
     size = 0
     for prompt, completion in rollouts:
-        common = _common_prefix(batch[-1][0], prompt[:-1]) // block * block if batch and block else 0
+        if not len(prompt):
+            raise ValueError("a rollout needs a prompt of at least one token")
+        # whole blocks, and never the prompt's last token, whose logits are asked for
+        common = _common_prefix(pairs[-1][0], prompt[:-1]) // block * block if pairs and share_prefixes else 0
         length = len(prompt) + len(completion)
-        if batch and size + length - common > budget:
-            yield batch, shared
-            batch, shared, size, common = [], [], 0, 0
-        batch.append((prompt, completion))
+        if pairs and size + length - common > budget:
+            yield _packed(model, pairs, shared)
+            pairs, shared, size, common = [], [], 0, 0
+        pairs.append((prompt, completion))
         shared.append(common)
         size += length - common
-    if batch:
-        yield batch, shared
+    if pairs:
+        yield _packed(model, pairs, shared)
+
+
+def _packed(model, pairs: list[Pair], shared: list[int]) -> _Batch:
+    rows = [torch.tensor([*prompt[skip:], *rest]) for (prompt, rest), skip in zip(pairs, shared, strict=True)]
+    ids, lengths, counts = torch.cat(rows), [len(row) for row in rows], [len(completion) for _, completion in pairs]
+    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+        raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
+    ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
+    index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    return _Batch(ids, counts, index, ops.PagedLayout.packed(lengths, group, ids.device, shared))
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
