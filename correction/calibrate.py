@@ -196,7 +196,9 @@ def _choose(assessments: list[Assessment], found: Comparison, margin: float, seq
     first = next(i for i in order if i in same or low[i] <= 0 or gap[i] <= margin)  # not worse, for certain
     if first not in same:
         width = float((high[first] - low[first]) / 2)
-        needed = math.ceil(sequences * max(2.0, (width / margin) ** 2))
+        # to count as the same, gap + width must fall below 2 margins; to be ruled out, width below the gap
+        goal = max(2 * margin - float(gap[first]), float(gap[first]))
+        needed = math.ceil(sequences * max(2.0, (width / goal) ** 2))
         reason = (
             f"not separable: {assessments[first].name} and {assessments[best].name} differ by {float(gap[first]):.3f} "
             f"+- {width:.3f} in expected cosine; about {needed} sequences of each kind would tell"

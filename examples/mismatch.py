@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="checkpoint directory, hub id or smollm2")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM; without it, HF's generate samples")
-    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=224, help="at most 224")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
