@@ -98,11 +98,9 @@ def diagnose(
         bar.update(len(lp.mask))
     bar.close()
     summary = diagnosis.summary()
-    warnings = []
-    if copied and (model is None or summary["max_abs"]):
-        warnings.append(
-            _COPIED + ("Give a --model to re-score them." if model is None else "The exact scores count here.")
-        )
+    copied = copied and (model is None or summary["max_abs"] > 0)  # re-scored and equal: an exact engine's
+    hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
+    warnings = [f"{_COPIED} {hint}"] if copied else []
     gap = None if model is None or copied or not gaps else max(gaps)
     return Report(summary, diagnosis.survival(), found, gap, warnings)
 
@@ -110,7 +108,7 @@ def diagnose(
 _COPIED = (
     "The file's old log-probs are the engine's own, bit for bit. An exact engine's are, but so are those in dumps of "
     "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose tokens then read as without "
-    "mismatch. "
+    "mismatch."
 )
 
 
