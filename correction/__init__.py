@@ -4,7 +4,8 @@ Stands alone: torch is all it imports.
 """
 
 from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
-from .calibrate import Assessment, Calibration, Traces, Verdict, calibrate, candidate_grid
+from .assess import Assessment, Traces
+from .calibrate import Calibration, Verdict, calibrate, candidate_grid
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .metrics import correction_metrics, summarize

@@ -189,8 +189,8 @@ TIM: Ratio = "old/rollout"  # training-inference mismatch alone: 1 for exact rol
 TOKEN, SEQUENCE, GEOMETRIC = (Statistic(TIM, "log_ratio", how) for how in ("token", "sum", "mean"))  # type: ignore[arg-type]
 
 
-def _rejection(kernel, aggregate, high, ratio: Ratio = TIM, low=None) -> Gate:
-    return Gate(Statistic(ratio, kernel, aggregate), low, high)
+def _rejection(kernel, aggregate, high, low=None, ratio: Ratio = TIM, weight: Weight | None = None) -> Correction:
+    return Correction(weight, (Gate(Statistic(ratio, kernel, aggregate), low, high),))
 
 
 def opsm(delta: float = 1e-4, ratio: Ratio | None = None) -> Correction:
@@ -224,25 +224,23 @@ PRESETS: dict[str, Callable[..., Correction]] = {
     "token_mis": lambda high=3.0, low=None: Correction(Weight(TOKEN, low, high, "zero")),
     "sequence_mis": lambda high=3.0, low=None: Correction(Weight(SEQUENCE, low, high, "zero")),
     "geo_rs": lambda low=0.999, high=1.001: Correction(gates=(Gate.on_ratio(GEOMETRIC, low, high),)),
-    "k1_sum_rs": lambda bound=0.7: Correction(gates=(_rejection("k1", "sum", bound, low=-bound),)),
-    "k1_mean_rs": lambda bound=0.001: Correction(gates=(_rejection("k1", "mean", bound, low=-bound),)),
-    "k2_sum_rs": lambda high=0.5: Correction(gates=(_rejection("k2", "sum", high),)),
-    "k2_mean_rs": lambda high=0.001: Correction(gates=(_rejection("k2", "mean", high),)),
-    "k3_sum_rs": lambda high=0.5: Correction(gates=(_rejection("k3", "sum", high),)),
-    "k3_mean_rs": lambda high=0.001: Correction(gates=(_rejection("k3", "mean", high),)),
-    "trm": lambda high=0.05, kernel="k3": Correction(gates=(_rejection(kernel, "max", high),)),
+    "k1_sum_rs": lambda bound=0.7: _rejection("k1", "sum", bound, -bound),
+    "k1_mean_rs": lambda bound=0.001: _rejection("k1", "mean", bound, -bound),
+    "k2_sum_rs": lambda high=0.5: _rejection("k2", "sum", high),
+    "k2_mean_rs": lambda high=0.001: _rejection("k2", "mean", high),
+    "k3_sum_rs": lambda high=0.5: _rejection("k3", "sum", high),
+    "k3_mean_rs": lambda high=0.001: _rejection("k3", "mean", high),
+    "trm": lambda high=0.05, kernel="k3": _rejection(kernel, "max", high),
     "veto": lambda low=1e-4: Correction(gates=(Gate.on_ratio(Statistic(TIM, "log_ratio", "min"), low, None),)),
     "opsm": opsm,
-    "kpop": lambda high=0.1: Correction(gates=(_rejection("binary_kl", "token", high),)),
-    "srs_k3_corr": lambda high=0.001, aggregate="mean": Correction(gates=(_rejection("k3", aggregate, high),)),
-    "srs_k3_ppo": lambda high=0.001, aggregate="mean": Correction(
-        gates=(_rejection("k3", aggregate, high, "current/rollout"),)
+    "kpop": lambda high=0.1: _rejection("binary_kl", "token", high),
+    "srs_k3_corr": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high),
+    "srs_k3_ppo": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high, ratio="current/rollout"),
+    "tis_srs_k1_corr": lambda cap=2.0, high=0.001, aggregate="mean": _rejection(
+        "k1", aggregate, high, weight=Weight(TOKEN, high=cap)
     ),
-    "tis_srs_k1_corr": lambda cap=2.0, high=0.001, aggregate="mean": Correction(
-        Weight(TOKEN, high=cap), (_rejection("k1", aggregate, high),)
-    ),
-    "tis_srs_k3_corr": lambda cap=2.0, high=0.001, aggregate="mean": Correction(
-        Weight(TOKEN, high=cap), (_rejection("k3", aggregate, high),)
+    "tis_srs_k3_corr": lambda cap=2.0, high=0.001, aggregate="mean": _rejection(
+        "k3", aggregate, high, weight=Weight(TOKEN, high=cap)
     ),
 }
 

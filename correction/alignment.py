@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,14 @@ _TINY = torch.finfo(torch.float64).tiny
 @dataclass(frozen=True)
 class Alignment:
     """cosine: expected, of one batch's mean with the reference; interval: its 90 %. scale: length along the reference.
-    direction: length across it, relative. noise: of one batch, relative to the mean. Not clamped: noise shows."""
+    direction: length across it, relative; noise: of one batch, relative to the mean: both None where the mean itself
+    is not resolved from its noise. Not clamped: an estimated cosine may exceed 1."""
 
     cosine: float
     interval: tuple[float, float]
     scale: float
-    direction: float
-    noise: float
+    direction: float | None
+    noise: float | None
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ def compare(
         cosine = inner / length.clamp_min(_TINY)
         resampled = cosine[1:] - cosine[1:].median() + cosine[0]  # noise is taken off twice there: the spread counts
         low, high = resampled.quantile(_INTERVAL).tolist()
-        across = (squared * reference / inner.square().clamp_min(_TINY) - 1).clamp_min(0).sqrt()
-        noise = (variance / batch / squared.clamp_min(_TINY)).sqrt()
-        scale = inner / reference.clamp_min(_TINY)
-        rows.append(Alignment(float(cosine[0]), (low, high), float(scale[0]), float(across[0]), float(noise[0])))
+        mean, resolved = float(squared[0]), squared[0] > 0 and reference[0] > 0
+        across = math.sqrt(max(0.0, mean * float(reference[0] / inner[0] ** 2) - 1)) if resolved else None
+        noise = math.sqrt(float(variance[0]) / batch / mean) if resolved else None
+        scale = float(inner[0] / reference[0].clamp_min(_TINY))
+        rows.append(Alignment(float(cosine[0]), (low, high), scale, across, noise))
         cosines.append(resampled)
-    noise = _variance(target, target_counts)[0] / max(1, len(target) - 1)
-    return Comparison(rows, torch.stack(cosines), float(reference[0]), float(noise))
+    target_noise = _variance(target, target_counts)[0] / max(1, len(target) - 1)
+    return Comparison(rows, torch.stack(cosines), float(reference[0]), float(target_noise))
 
 
 def _resample(units: int, resamples: int, generator: torch.Generator) -> Tensor:

@@ -1,12 +1,19 @@
-"""Diagnose and calibrate, end to end: HF `generate` in bf16 as the foreign engine, SmolLM2 in fp32 as the trainer.
+"""Diagnose and calibrate, end to end: vLLM or HF `generate` in bf16 as the foreign engine, SmolLM2 in fp32 trained.
 
 Writes rollouts.jsonl, exact.jsonl, diagnosis.html, calibration.html and report.md with its pictures into a folder.
+Rollouts that are there already are used again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,34 +22,53 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from samebits import LLM, SamplingParams
-from samebits.integrations.rollouts import Rollout, write_rollouts
+from samebits.integrations.rollouts import Rollout, read_rollouts, write_rollouts
 from samebits.model.checkpoint import resolve
 from samebits.server import mismatch, report
 from samebits.trainer import exact_model
 
-
-def questions(tokenizer, count: int) -> list[tuple[list[int], str]]:
-    """Prompts with one right answer each."""
-    rng = random.Random(0)
-    pairs = []
-    for _ in range(count):
-        a, b = rng.randint(2, 20), rng.randint(2, 20)
-        message = [{"role": "user", "content": f"What is {a} + {b}? Answer with the number."}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        pairs.append((tokenizer.encode(text, add_special_tokens=False), str(a + b)))
-    return pairs
+ADJECTIVES = "old quiet red small tired bright cold wild lost happy broken gentle strange young heavy empty"
+NOUNS = "river mountain teacher garden winter song horse letter window soldier bakery storm bridge kitten"
 
 
-def reward(text: str, answer: str) -> float:
-    return float(answer in text.replace(".", " ").replace(",", " ").split())
+def prompts_of(tokenizer, count: int) -> list[list[int]]:
+    pairs = list(itertools.product(ADJECTIVES.split(), NOUNS.split()))
+    random.Random(0).shuffle(pairs)
+    asked = [f"Write one short sentence about the {adjective} {noun}." for adjective, noun in pairs[:count]]
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        for text in asked
+    ]
+
+
+def rewarded(rollouts: Iterable[Rollout], tokenizer) -> Iterator[Rollout]:
+    """Reward 1 for a sentence that is done within the limit."""
+    for rollout in rollouts:
+        text = tokenizer.decode(rollout.token_ids)
+        done = text.removesuffix(tokenizer.eos_token).rstrip()
+        rollout.reward = float(text.endswith(tokenizer.eos_token) and done.endswith((".", "!", "?")))
+        yield rollout
+
+
+def vllm_rollouts(python: str, path: Path, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
+    with tempfile.TemporaryDirectory() as folder:
+        job, out = Path(folder) / "job.json", Path(folder) / "out.jsonl"
+        job.write_text(json.dumps({
+            "model": str(path), "dtype": "bfloat16", "prompts": prompts, "n": n, "max_tokens": max_tokens,
+            "out": str(out),
+        }))  # fmt: skip
+        subprocess.run(
+            [python, str(Path(__file__).with_name("vllm_rollouts.py")), str(job)], check=True, stdout=sys.stderr
+        )
+        yield from read_rollouts(out)
 
 
 @torch.no_grad()
-def foreign(path: Path, tokenizer, pairs, n: int, max_tokens: int):
-    """Rollouts with the log-probs that HF's own bf16 model samples from."""
+def hf_rollouts(path: Path, tokenizer, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
+    """With the log-probs that HF's own bf16 model samples from."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    for group, (prompt, answer) in enumerate(tqdm(pairs, desc="Sampling with HF in bf16", unit="prompt")):
+    for group, prompt in enumerate(tqdm(prompts, desc="Sampling with HF in bf16", unit="prompt")):
         out = model.generate(
             torch.tensor([prompt]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_tokens,
             num_return_sequences=n, output_logits=True, return_dict_in_generate=True,
@@ -50,67 +76,70 @@ def foreign(path: Path, tokenizer, pairs, n: int, max_tokens: int):
         )  # fmt: skip
         logprobs = torch.stack(out.logits, 1).float().log_softmax(-1)
         for row, scores in zip(out.sequences[:, len(prompt) :], logprobs, strict=True):
-            tokens = row.tolist()
-            ends = [i for i, t in enumerate(tokens) if t == model.generation_config.eos_token_id]
-            tokens = tokens[: ends[0] + 1] if ends else tokens
-            ids = torch.tensor(tokens)
-            values = scores[: len(tokens)].gather(1, ids[:, None])[:, 0].double().numpy()
+            ends = (row == model.generation_config.eos_token_id).nonzero().flatten().tolist()
+            ids = row[: ends[0] + 1] if ends else row
+            scores = scores[: len(ids)]
+            values = scores.gather(1, ids[:, None])[:, 0].double()
             yield Rollout(
-                ids.numpy(), values, np.array(prompt), group=str(group),
-                reward=reward(tokenizer.decode(tokens), answer),
-                top_token_ids=scores[: len(tokens)].argmax(-1).numpy(),
-            )  # fmt: skip
-
-
-def exact(path: Path, pairs, n: int, max_tokens: int):
-    """Rollouts of the exact engine."""
-    params = SamplingParams(n=n, max_tokens=max_tokens, seed=1)
-    outputs = LLM(path, kv_cache_memory_bytes=2**29).generate([prompt for prompt, _ in pairs], params)
-    for group, (output, (prompt, answer)) in enumerate(zip(outputs, pairs, strict=True)):
-        for c in output.completions:
-            values = np.array(c.logprobs)
-            yield Rollout(
-                np.array(c.token_ids),
-                values,
-                np.array(prompt),
-                old=values,
-                reward=reward(c.text or "", answer),
-                group=str(group),
+                ids.numpy(), values.numpy(), np.array(prompt), group=str(group), top_token_ids=scores.argmax(-1).numpy()
             )
 
 
+def exact_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=1)
+    outputs = LLM(path, kv_cache_memory_bytes=2**29).generate(prompts, params)
+    for group, output in enumerate(outputs):
+        for c in output.completions:
+            values = np.array(c.logprobs)
+            yield Rollout(np.array(c.token_ids), values, np.array(prompts[group]), old=values, group=str(group))
+
+
+def write_once(path: Path, rollouts: Iterator[Rollout]) -> None:
+    """Whole or not at all; what is there already is kept, and nothing is sampled."""
+    if not path.exists():
+        part = path.with_suffix(".part")
+        write_rollouts(part, rollouts)
+        part.rename(path)
+
+
+def write_report(out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str) -> str:
+    scorer = exact_model(path)
+    found, null = (mismatch.diagnose(file, scorer) for file in (engine, reference))
+    calibration, candidates = mismatch.calibrate_files(engine, reference, scorer)
+    chosen = calibration.verdict.recommended
+    snippets = {} if chosen is None else mismatch.snippets("decoupled", candidates[chosen])
+    first, second = report.diagnosis(found, tokenizer.decode, null), report.calibration(calibration, snippets)
+    (out / "diagnosis.html").write_text(report.page(title, first))
+    (out / "calibration.html").write_text(report.page("Calibration", second))
+    for part in (*first, *second):
+        if isinstance(part, report.Plot):
+            (out / f"{part.name}.png").write_bytes(part.draw())
+    text = f"## Diagnosis\n\n{report.markdown(first)}\n## Calibration\n\n{report.markdown(second)}"
+    (out / "report.md").write_text(text)
+    return text
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="checkpoint directory, hub id or smollm2")
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM; without it, HF's generate samples")
+    parser.add_argument("--prompts", type=int, default=224, help="at most 224")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
     args = parser.parse_args()
     path = resolve(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    pairs = questions(tokenizer, args.prompts)
     args.out.mkdir(parents=True, exist_ok=True)
     engine, reference = args.out / "rollouts.jsonl", args.out / "exact.jsonl"
-    write_rollouts(engine, foreign(path, tokenizer, pairs, args.n, args.max_tokens))
-    write_rollouts(reference, exact(path, pairs, args.n, args.max_tokens))
-
-    scorer = exact_model(path)
-    found = mismatch.diagnose(engine, scorer)
-    null = mismatch.diagnose(reference, scorer)
-    calibration, candidates = mismatch.calibrate_files(engine, reference, scorer)
-    snippets = {}
-    if calibration.verdict.recommended is not None:
-        snippets = mismatch.snippets("decoupled", candidates[calibration.verdict.recommended])
-    (args.out / "diagnosis.html").write_text(
-        report.diagnosis_page(found, "SmolLM2 in bf16 against fp32", tokenizer.decode)
-    )
-    (args.out / "calibration.html").write_text(report.calibration_page(calibration, "Calibration", snippets))
-    (args.out / "diagnosis.png").write_bytes(report.diagnosis_plot(found))
-    (args.out / "calibration.png").write_bytes(report.calibration_plot(calibration))
-    text = report.markdown(found, null, calibration, snippets, tokenizer.decode)
-    (args.out / "report.md").write_text(text)
-    print(text)
+    sizes = prompts_of(tokenizer, args.prompts), args.n, args.max_tokens
+    if args.vllm_python:
+        name, sampled = "vLLM", vllm_rollouts(args.vllm_python, path, *sizes)
+    else:
+        name, sampled = "HF generate", hf_rollouts(path, tokenizer, *sizes)
+    write_once(engine, rewarded(sampled, tokenizer))
+    write_once(reference, rewarded(exact_rollouts(path, *sizes), tokenizer))
+    print(write_report(args.out, engine, reference, path, tokenizer, f"{name} in bf16 against fp32"))
 
 
 if __name__ == "__main__":

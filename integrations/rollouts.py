@@ -25,8 +25,9 @@ class Rollout:
 
     token_ids int64, -1 where a dump holds none (Miles); rollout, old, current, reference f64: log-probs under the
     engine that sampled, the trainer at rollout time, the trainer now, and an exact re-scoring; mask bool, None for all;
-    advantages f64; top_token_ids int64: the engine's most likely token at each position, -1 where it didn't say.
-    group: names the samples of one prompt. source: where it was read, for error messages.
+    advantages f64; top_token_ids, best_token_ids int64: the most likely token at each position, of the engine (-1 where
+    it didn't say) and of the re-scoring; the latter is not in files. group: names the samples of one prompt. source:
+    where it was read, for error messages.
     """
 
     token_ids: np.ndarray
@@ -40,6 +41,7 @@ class Rollout:
     reward: float | None = None
     group: str | None = None
     top_token_ids: np.ndarray | None = None
+    best_token_ids: np.ndarray | None = None
     source: str = ""
 
 

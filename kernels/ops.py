@@ -206,16 +206,32 @@ class PagedLayout:
     pages: int | None = None
 
     @classmethod
-    def packed(cls, lengths: list[int], group: int, device: torch.device) -> PagedLayout:
-        """Whole sequences, each from position 0, in pages of their own."""
+    def packed(
+        cls, lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None
+    ) -> PagedLayout:
+        """Whole sequences, each from position 0, in pages of their own.
+
+        shared: how many first tokens of each sequence, whole pages of them, are those of the sequence before it. Their
+        KV is there already: they are neither in lengths nor in the batch. There is no backward then.
+        """
         kernels = backend(device)
-        pages = np.array([-(-n // kernels.BLOCK) for n in lengths], np.int32)
-        starts = np.concatenate(([0], np.cumsum(pages)[:-1])).astype(np.int32)
-        positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
-        slots = positions + np.repeat(starts * kernels.BLOCK, lengths).astype(np.int32)
-        total = int(pages.sum())
+        shared = shared or [0] * len(lengths)
+        tables: list[int] = []
+        starts: list[int] = []
+        pages = 0
+        for length, cached in zip(lengths, shared, strict=True):
+            assert cached % kernels.BLOCK == 0
+            own = -(-length // kernels.BLOCK)
+            above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
+            starts.append(len(tables))
+            tables += [*above, *range(pages, pages + own)]
+            pages += own
+        table, start = np.array(tables, np.int32), np.array(starts, np.int32)
+        positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
+        page, offset = np.divmod(positions, kernels.BLOCK)
+        slots = table[np.repeat(start, lengths) + page] * kernels.BLOCK + offset
         items = kernels.work_items(lengths, group)
-        return cls(list(lengths), positions, slots, np.arange(total, dtype=np.int32), starts, items, total)
+        return cls(list(lengths), positions, slots.astype(np.int32), table, start, items, pages)
 
 
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
@@ -236,11 +252,13 @@ class _Attention(torch.autograd.Function):
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lengths, ctx.scale, ctx.window = layout.lengths, scale, window
+        ctx.shared = len(layout.tables) != layout.pages
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        assert not ctx.shared, "pages that sequences share have no backward"
         saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
         q, k, v, out, lse = (t.float() for t in saved)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -305,12 +305,14 @@ def diagnose(
     params = _params(temperature, top_p, top_k, min_p)
     scorer, decode = _scorer(model, dtype)
     result = mismatch.diagnose(rollouts, scorer, params)
+    parts = report.diagnosis(result, decode)
     if page is not None:
-        page.write_text(report.diagnosis_page(result, f"Mismatch of {Path(rollouts).name}", decode))
+        page.write_text(report.page(f"Mismatch of {Path(rollouts).name}", parts))
     if as_json:
-        print(json.dumps({**result.summary, "worst": result.worst, "trainer_gap": result.trainer_gap}))
+        rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
+        print(json.dumps({**result.summary, **rest}))
     else:
-        report.print_diagnosis(console, result, decode)
+        report.show(console, parts)
 
 
 @app.command()
@@ -344,15 +346,13 @@ def calibrate(
     result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
     chosen = result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])
+    parts = report.calibration(result, snippets)
     if page is not None:
-        page.write_text(report.calibration_page(result, f"Calibration for {Path(rollouts).name}", snippets))
+        page.write_text(report.page(f"Calibration for {Path(rollouts).name}", parts))
     if as_json:
         print(json.dumps({**asdict(result), "configurations": snippets}))
-        return
-    report.print_calibration(console, result)
-    for framework, text in snippets.items():
-        console.print(f"\n[bold]{framework}[/bold]")
-        console.print(text, markup=False, highlight=False)
+    else:
+        report.show(console, parts)
 
 
 def main() -> None:

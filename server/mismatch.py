@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,36 +25,34 @@ CONTEXT = 12  # tokens shown before a worst token
 @dataclass
 class Report:
     """summary: see `Diagnosis.summary`; worst: the tokens with the largest |d|, in context; trainer_gap: the largest
-    |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones."""
+    |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones; warnings: sentences."""
 
     summary: dict[str, Any]
     survival: tuple[list[float], list[float]]
     worst: list[dict[str, Any]] = field(default_factory=list)
     trainer_gap: float | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
-def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> Iterator[tuple[Rollout, np.ndarray]]:
-    """Each rollout with `reference` filled in, and its argmax flips as `Diagnosis.add` takes them."""
+def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> Iterator[Rollout]:
+    """Each rollout with `reference` and `best_token_ids` filled in."""
     from ..trainer.rescore import rescore
 
     waiting: deque[Rollout] = deque()
 
     def pairs() -> Iterator[tuple[list[int], list[int]]]:
         for rollout in rollouts:
-            prompt = _prompt_of(rollout)
             waiting.append(rollout)
-            yield prompt, rollout.token_ids.tolist()
+            yield _prompt_of(rollout), rollout.token_ids.tolist()
 
     for logprobs, best in rescore(model, pairs(), params):
         rollout = waiting.popleft()
-        rollout.reference = logprobs.double().numpy()
-        top = rollout.top_token_ids
-        unknown = np.full(len(rollout.token_ids), -1)
-        yield rollout, unknown if top is None else np.where(top < 0, -1, top != best.numpy())
+        rollout.reference, rollout.best_token_ids = logprobs.double().numpy(), best.numpy()
+        yield rollout
 
 
-def packed(rollouts: list[Rollout], rescored: bool) -> LogProbs:
-    """One batch without padding; `old` is the re-scored log-prob where there is one."""
+def packed(rollouts: list[Rollout], trainer: Literal["old", "reference"]) -> LogProbs:
+    """One batch without padding. trainer: what stands for the trainer's log-probs, the file's or the re-scored ones."""
 
     def joined(name: str) -> torch.Tensor | None:
         arrays = [getattr(r, name) for r in rollouts]
@@ -65,14 +63,12 @@ def packed(rollouts: list[Rollout], rescored: bool) -> LogProbs:
     lengths = [len(r.token_ids) for r in rollouts]
     masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in rollouts]
     mask = torch.from_numpy(np.concatenate([np.zeros(0, bool), *masks]))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    old = joined("reference") if rescored else joined("old")
+    old = joined(trainer)
     if old is None:
-        missing = next((r for r in rollouts if r.old is None), None)
-        where = missing.source if missing else "the rollouts"
-        raise RolloutFormatError(
-            f"{where}: no trainer's log-probs; expected old_logprobs, or a --model to re-score with"
-        )
+        missing = next(r for r in rollouts if getattr(r, trainer) is None)
+        wanted = "expected old_logprobs, or a --model to re-score with"
+        raise RolloutFormatError(f"{missing.source}: no trainer's log-probs; {wanted}")
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
     return LogProbs(mask, joined("rollout"), old, joined("current"), offsets)
 
 
@@ -80,42 +76,65 @@ def diagnose(
     path: str | Path, model: Any = None, params: SamplingParams | None = None, worst: int = 20, use_tqdm: bool = True
 ) -> Report:
     """Reads a file of rollouts once, and measures engine against trainer; with a model, against its exact scores."""
+    trainer: Literal["old", "reference"] = "old" if model is None else "reference"
+    rollouts = read_rollouts(path)
+    if model is not None:
+        rollouts = scored(rollouts, model, params or SamplingParams())
     bar = tqdm(
         desc="Reading" if model is None else "Scoring", unit="tok", unit_scale=True, delay=2, disable=not use_tqdm
     )
-    diagnosis, gap = Diagnosis(), None
+    diagnosis, gaps, copied = Diagnosis(), [], True
     found: list[dict[str, Any]] = []
-    rollouts: Iterable[Rollout] = read_rollouts(path)
-    if model is not None:
-        rollouts_and_flips = scored(rollouts, model, params or SamplingParams())
-    else:
-        rollouts_and_flips = ((r, np.full(len(r.token_ids), -1)) for r in rollouts)
-    for batch, flips in _batches(rollouts_and_flips):
-        lp = packed(batch, model is not None)
-        d = diagnosis.add(lp, torch.from_numpy(flips)[lp.mask])
+    for batch in _batches(rollouts):
+        lp = packed(batch, trainer)
+        d = diagnosis.add(lp, _flips(batch)[lp.mask])
         found = heapq.nlargest(worst, [*found, *_worst(batch, lp, d, worst)], key=lambda w: w["abs"])
-        if model is not None and all(r.old is not None for r in batch):
-            trainer = packed(batch, False)
-            difference = (trainer.values("old") - lp.values("old")).abs()
-            gap = max(gap or 0.0, float(difference.max()) if len(difference) else 0.0)
+        if all(r.old is not None for r in batch):
+            own = lp if trainer == "old" else packed(batch, "old")
+            copied &= torch.equal(own.values("old"), own.values("rollout"))
+            gaps.append(float((own.values("old") - lp.values("old")).abs().max()) if len(d) else 0.0)
+        else:
+            copied = False
         bar.update(len(lp.mask))
     bar.close()
-    return Report(diagnosis.summary(), diagnosis.survival(), found, gap)
+    summary = diagnosis.summary()
+    copied = copied and (model is None or summary["max_abs"] > 0)  # re-scored and equal: an exact engine's
+    hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
+    warnings = [f"{_COPIED} {hint}"] if copied else []
+    gap = None if model is None or copied or not gaps else max(gaps)
+    return Report(summary, diagnosis.survival(), found, gap, warnings)
 
 
-def _batches(rollouts: Iterable[tuple[Rollout, np.ndarray]]) -> Iterator[tuple[list[Rollout], np.ndarray]]:
+_COPIED = (
+    "The file's old log-probs are the engine's own, bit for bit. An exact engine's are, but so are those in dumps of "
+    "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose tokens then read as without "
+    "mismatch."
+)
+
+
+def _batches(rollouts: Iterable[Rollout]) -> Iterator[list[Rollout]]:
     batch: list[Rollout] = []
-    flips: list[np.ndarray] = []
     size = 0
-    for rollout, flipped in rollouts:
+    for rollout in rollouts:
         batch.append(rollout)
-        flips.append(flipped)
         size += len(rollout.token_ids)
         if size >= TOKENS_PER_BATCH:
-            yield batch, np.concatenate(flips)
-            batch, flips, size = [], [], 0
+            yield batch
+            batch, size = [], 0
     if batch:
-        yield batch, np.concatenate(flips)
+        yield batch
+
+
+def _flips(rollouts: list[Rollout]) -> torch.Tensor:
+    """As `Diagnosis.add` takes them, of all tokens."""
+
+    def of(rollout: Rollout) -> np.ndarray:
+        top, best = rollout.top_token_ids, rollout.best_token_ids
+        return (
+            np.full(len(rollout.token_ids), -1) if top is None or best is None else np.where(top < 0, -1, top != best)
+        )
+
+    return torch.from_numpy(np.concatenate([of(r) for r in rollouts]))
 
 
 def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> list[dict[str, Any]]:
@@ -140,13 +159,11 @@ def traces(path: str | Path, names: dict[str, int], model: Any = None, params: S
     """A whole file in memory. Advantages as recorded, or the reward less its group's mean. With a model, re-scored and
     with a sketch of its gradients. names: numbers of the groups seen so far, shared by files of the same prompts."""
     params = params or SamplingParams()
-    rollouts: Iterable[Rollout] = read_rollouts(path)
-    if model is not None:
-        rollouts = (r for r, _ in scored(rollouts, model, params))
+    rollouts = read_rollouts(path) if model is None else scored(read_rollouts(path), model, params)
     kept = list(tqdm(rollouts, desc=f"Scoring {Path(path).name}", unit="seq", delay=2))
     if not kept:
         raise RolloutFormatError(f"{path}: no rollouts; expected at least one")
-    lp = packed(kept, model is not None)
+    lp = packed(kept, "old" if model is None else "reference")
     groups = None
     if all(r.group is not None for r in kept):
         groups = torch.tensor([names.setdefault(str(r.group), len(names)) for r in kept])

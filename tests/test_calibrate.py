@@ -1,12 +1,15 @@
 """Diagnosis and calibration against a Markov policy whose gradient and chi2 are known exactly."""
 
 import dataclasses
+import io
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from samebits import SamplingParams
 from samebits.correction import (
@@ -21,6 +24,7 @@ from samebits.correction import (
     theory,
 )
 from samebits.correction.alignment import compare
+from samebits.correction.assess import CONTRIBUTION_EDGES
 from samebits.correction.calibrate import MARGIN
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 from samebits.server import mismatch, report
@@ -120,16 +124,16 @@ def test_calibration_recommends_what_the_exact_computation_says(spread, expected
     unbiased = next(a for a in result.assessments if a.name == "sequence_is")
     for a in result.assessments:
         if spread < 0.1 or a is not unbiased:  # its variance is the heavy tail itself: no sample shows it whole
-            assert a.cosine == pytest.approx(cosines[a.name], abs=0.03), a.name
-            assert a.interval[0] - 0.02 <= cosines[a.name] <= a.interval[1] + 0.02
+            assert a.alignment.cosine == pytest.approx(cosines[a.name], abs=0.03), a.name
+            assert a.alignment.interval[0] - 0.02 <= cosines[a.name] <= a.alignment.interval[1] + 0.02
     if spread < 0.1:
-        assert unbiased.scale == pytest.approx(1.0, abs=0.1)
+        assert unbiased.alignment.scale == pytest.approx(1.0, abs=0.1)
         assert result.chi2_sequence == pytest.approx(toy.chi2(), rel=0.2)
     else:
         assert toy.chi2() > 5, "not heavy-tailed: this case proves nothing"
         none = next(a for a in result.assessments if a.name == "none")
         assert cosines["none"] < best - MARGIN
-        assert none.direction > unbiased.direction
+        assert none.alignment.direction > unbiased.alignment.direction
 
 
 def test_calibration_refuses_when_there_are_too_few_samples_and_says_how_many_would_do():
@@ -150,7 +154,7 @@ def test_calibration_without_exact_rollouts_measures_but_does_not_recommend():
     result = calibrate(toy.sample(500), CANDIDATES)
     assert result.verdict.recommended is None
     assert "no exact rollouts" in result.verdict.reason
-    assert all(a.cosine is None and a.ess_sequence > 0 for a in result.assessments)
+    assert all(a.alignment is None and a.metrics["ess_sequence"] > 0 for a in result.assessments)
 
 
 def test_calibration_without_gradients_measures_but_does_not_recommend():
@@ -162,6 +166,58 @@ def test_calibration_without_gradients_measures_but_does_not_recommend():
     assert "no gradients to compare" in result.verdict.reason
     errors = {a.name: a.coefficient_error for a in result.assessments}
     assert errors["token_tis@2"] < errors["none"]
+
+
+def test_acceptance_is_counted_by_prompt_and_by_the_advantages_sign():
+    """Three prompts of four samples: one whole, one that loses its only good sample, one that loses all."""
+    d = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1, 1, -1, 3, -1, -1, -1, 1, -1, 1, -1])
+    rollout = torch.full((12,), -3.0, dtype=torch.float64)
+    lp = LogProbs(torch.ones(12), rollout, rollout + d, offsets=torch.arange(13))
+    traces = Traces(lp, advantages[:, None], groups=torch.arange(3).repeat_interleave(4))
+    (a,) = calibrate(traces, {"trm": preset("trm")}).assessments
+    assert (a.accepted_by_group[0], a.accepted_by_group[5], a.accepted_by_group[10]) == (0.0, 0.75, 1.0)
+    assert a.groups_without_positives == pytest.approx(2 / 3)
+    assert a.metrics["rejected_positive_tokens"] == pytest.approx(3 / 5)
+    assert a.metrics["rejected_negative_tokens"] == pytest.approx(2 / 7)
+
+
+def test_contributions_are_histograms_of_c_by_sign():
+    """C = -(r - 1) A: r = 1.5 lies below 0 for A > 0, above for A < 0; exact rollouts are at 0."""
+    rollout = torch.full((4,), -3.0, dtype=torch.float64)
+    old = rollout + torch.tensor([1.5, 1.5, 1.0, 1.0], dtype=torch.float64).log()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    traces = Traces(LogProbs(torch.ones(4), rollout, old, offsets=torch.arange(5)), advantages)
+    (a,) = calibrate(traces, {"none": Correction()}).assessments
+    positive, negative = (np.nonzero(side)[0].tolist() for side in a.contributions)
+    middle = len(CONTRIBUTION_EDGES) // 2
+    at = next(i for i, edge in enumerate(CONTRIBUTION_EDGES) if edge >= 0.5)
+    assert (positive, negative) == ([len(CONTRIBUTION_EDGES) - at, middle], [middle, at])
+    assert a.contribution_means == pytest.approx((-0.25, 0.25))
+
+
+def test_the_null_is_what_exact_rollouts_reach_against_exact_ones():
+    toy = Toy(0.1)
+    result = calibrate(toy.sample(4000), CANDIDATES, toy.sample(4000, exact=True), batch_size=BATCH)
+    unbiased = next(a for a in result.assessments if a.name == "sequence_is")
+    assert result.null.cosine == pytest.approx(truth(toy)["sequence_is"], abs=0.03)
+    assert result.null.interval[0] - 0.02 <= unbiased.alignment.cosine <= result.null.interval[1] + 0.02
+    assert all(a.accepted_exact == 1.0 for a in result.assessments), "without staleness no exact sequence is dropped"
+
+
+def test_log_probs_that_are_the_engines_own_are_refused_and_warned_of(tmp_path):
+    """Dumps of bypass mode store the engine's log-probs as the trainer's: their mismatch reads 0."""
+    toy = Toy(0.3)
+    exact = toy.sample(200, exact=True)
+    verdict = calibrate(exact, CANDIDATES, exact).verdict
+    assert verdict.recommended is None
+    assert "bypass" in verdict.reason
+    copied, honest = toy_file(tmp_path / "copied.jsonl", toy, 16, exact=True), toy_file(tmp_path / "a.jsonl", toy, 16)
+    (warning,) = mismatch.diagnose(copied, use_tqdm=False).warnings
+    assert "bypass" in warning
+    assert "--model" in warning
+    assert "bypass" in report.page("x", report.diagnosis(mismatch.diagnose(copied, use_tqdm=False)))
+    assert mismatch.diagnose(honest, use_tqdm=False).warnings == []
 
 
 @pytest.mark.parametrize("kind", ["equal rewards", "one group", "one sequence"])
@@ -198,7 +254,8 @@ def test_prompts_in_common_are_not_taken_for_agreement():
 def test_a_weight_that_is_zero_outside_its_bounds_is_a_rejection_in_the_report():
     traces = Toy(0.3).sample(200)
     (a,) = calibrate(traces, {"mis": preset("sequence_mis", high=1e-8)}).assessments
-    assert (a.accepted_tokens, a.accepted_sequences, a.rejected_advantage) == (0.0, 0.0, 1.0)
+    assert {a.metrics[f"rejected_{what}"] for what in ("tokens", "sequences", "advantage")} == {1.0}
+    assert a.accepted_by_length == [0.0] * 10
 
 
 def test_the_sketch_is_a_projection_of_the_gradient_of_the_head(checkpoint):
@@ -217,6 +274,33 @@ def test_the_sketch_is_a_projection_of_the_gradient_of_the_head(checkpoint):
         assert (sketch[t] - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
+def test_rescoring_shares_prefixes_and_changes_no_bit(checkpoint):
+    from samebits.kernels import ops
+    from samebits.trainer import exact_model, rescore, token_logprobs
+
+    model = exact_model(checkpoint("llama"))
+    g = np.random.default_rng(0)
+    long, other = g.integers(0, 1000, 100).tolist(), g.integers(0, 1000, 40).tolist()
+    prompts = [long, long, long[:70] + other, other, long[:64], [7], long[:33], long]
+    pairs = [
+        (prompt, g.integers(0, 1000, n).tolist()) for prompt, n in zip(prompts, (5, 40, 1, 9, 0, 3, 33, 2), strict=True)
+    ]
+    params = SamplingParams(temperature=0.7, top_p=0.9)
+    for budget in (4096, 150):
+        for (prompt, completion), (scores, best) in zip(pairs, rescore(model, pairs, params, budget), strict=True):
+            (alone,), (top,) = token_logprobs(model, [prompt + completion], params, return_argmax=True)
+            assert torch.equal(scores, alone[len(prompt) :])
+            assert torch.equal(best, top[len(prompt) :])
+    shared = ops.PagedLayout.packed([40, 8], 1, torch.device("cpu"), [0, 32])
+    assert shared.tables.tolist() == [0, 1, 0, 2]
+    assert shared.positions.tolist() == [*range(40), *range(32, 40)]
+    swapped = [([*other[:32], 5], [6, 7]), ([*long[:32], 5], [6, 7])]  # what a mistaken prefix would do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[rescore.__module__], "_common_prefix", lambda a, b: 32)
+        mistaken = [scores for scores, _ in rescore(model, swapped)]
+    assert not torch.equal(mistaken[1], [scores for scores, _ in rescore(model, swapped)][1])
+
+
 def test_the_grid_has_each_family_at_thresholds_that_decide_something():
     traces = Toy(0.3).sample(2000)
     grid = candidate_grid(traces.logprobs)
@@ -231,7 +315,7 @@ def test_the_grid_has_each_family_at_thresholds_that_decide_something():
         "veto",
     }
     result = calibrate(traces, grid, Toy(0.3).sample(2000, exact=True), resamples=50)
-    shares = {a.name: a.accepted_sequences for a in result.assessments if a.name.startswith("geo_rs@")}
+    shares = {a.name: 1 - a.metrics["rejected_sequences"] for a in result.assessments if a.name.startswith("geo_rs@")}
     assert sorted(round(s, 2) for s in shares.values()) == [0.5, 0.75, 0.9, 0.99]
     assert all(len(a.accepted_by_length) == 10 for a in result.assessments)
     assert set(result.optima) >= {"token_tis", "sequence_tis", "geo_rs"}
@@ -357,6 +441,11 @@ def test_a_mismatched_engine_shows_in_context_and_with_flips(checkpoint, tmp_pat
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, [Rollout(np.array([7, 8, 9, 10]), wrong, np.array([5, 6]), top_token_ids=tops)])
     result = mismatch.diagnose(path, model, use_tqdm=False)
+    assert result.warnings == []
+    write_rollouts(path, [Rollout(np.array([7, 8, 9, 10]), wrong, np.array([5, 6]), old=wrong, top_token_ids=tops)])
+    result = mismatch.diagnose(path, model, use_tqdm=False)
+    assert "bypass" in result.warnings[0]
+    assert result.trainer_gap is None
     assert result.summary["argmax_flips"] == 0.25
     assert result.summary["exact"] == 0.75
     worst = result.worst[0]
@@ -407,17 +496,24 @@ def test_reports_are_self_contained_pages(tmp_path):
         toy_file(tmp_path / "engine.jsonl", toy, 400),
         toy_file(tmp_path / "exact.jsonl", toy, 400, exact=True),
     )
-    page = report.diagnosis_page(mismatch.diagnose(engine, use_tqdm=False), "Mismatch <here>", None)
+    page = report.page("Mismatch <here>", report.diagnosis(mismatch.diagnose(engine, use_tqdm=False)))
     result, candidates = mismatch.calibrate_files(engine, exact)
     assert result.verdict.recommended is None  # no gradients in these files
-    chosen = "token_tis@2"
-    second = report.calibration_page(result, "Calibration", mismatch.snippets("decoupled", candidates[chosen]))
+    parts = report.calibration(result, mismatch.snippets("decoupled", candidates["token_tis@2"]))
+    second = report.page("Calibration", parts)
     assert "Mismatch &lt;here&gt;" in page
-    assert "rollout_is" in report.calibration_page(result, "x", mismatch.snippets("decoupled", preset("token_tis")))
+    assert "rollout_is" in second
     for text in (page, second):
         assert "data:image/png;base64," in text
         assert "http" not in text.replace("http-equiv", "")
         assert text.count("<table>") == text.count("</table>") > 0
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(console, parts)
+    shown, text = console.export_text(), report.markdown(parts)
+    for a in result.assessments:
+        assert a.name in shown
+        assert f"| {a.name} |" in text
+    assert "![Alignment, thresholds and what is dropped](calibration.png)" in text
 
 
 def test_rollouts_of_the_toy_survive_the_file(tmp_path):

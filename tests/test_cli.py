@@ -96,7 +96,9 @@ def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
     summary = json.loads(found.stdout)
     assert (summary["max_abs"], summary["trainer_gap"], summary["sequences"]) == (0.0, 0.0, 48)
     assert (tmp_path / "d.html").read_text().startswith("<!doctype html>")
-    assert "mean |d|" in samebits("diagnose", exact).stdout
+    plain = samebits("diagnose", exact).stdout.replace("\n", " ")
+    assert "mean |d|" in plain
+    assert "engine's own, bit for bit" in plain
 
     records = [json.loads(line) for line in exact.read_text().splitlines()]
     for record in records:
@@ -112,7 +114,7 @@ def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
     result = json.loads(done.stdout)
     assert {a["name"] for a in result["assessments"]} >= {"none", "token_tis@2", "sequence_is", "veto@0.0001"}
     assert result["verdict"]["reason"]
-    assert all(a["cosine"] is not None for a in result["assessments"])
+    assert all(a["alignment"]["cosine"] is not None for a in result["assessments"])
     table = samebits("calibrate", noisy, "--reference", exact)
     assert "no gradients to compare" in table.stdout.replace("\n", " "), table.stderr
     assert (tmp_path / "c.html").exists()

@@ -396,12 +396,16 @@ def test_metrics_are_sums_before_rejection_that_add_up_over_ranks():
     assert whole["tokens"] == lp.mask.sum()
     assert found["above_bound"] == pytest.approx(float((ratio > 1.2).double().mean()))
     assert found["below_bound"] == pytest.approx(float((ratio < 0.8).double().mean()))
-    assert found["rejected_tokens"] == pytest.approx(1 - float(keep.double().mean()))
+    assert found["rejected_tokens"] == pytest.approx(1 - float((keep & (weights > 0)).double().mean()))
     assert found["rejected_by_gate_1"] == pytest.approx(float((ratio.log().abs() > 0.5).double().mean()))
     used = torch.where(keep, weights, 0.0)
-    assert found["ess"] == pytest.approx(float(theory.effective_sample_size(used)) / len(used))
-    a = advantages.double()[lp.segment].abs()
-    assert found["rejected_advantage"] == pytest.approx(float(a[~keep].sum() / a.sum()))
+    assert found["ess_token"] == pytest.approx(float(theory.effective_sample_size(used)) / len(used))
+    a = advantages.double()[lp.segment]
+    dropped = used == 0
+    assert found["rejected_advantage"] == pytest.approx(float(a.abs()[dropped].sum() / a.abs().sum()))
+    assert found["rejected_negative_tokens"] == pytest.approx(float(dropped[a < 0].double().mean()))
+    mean = [float(used[lp.segment == i].mean()) for i in range(6) if lp.lengths[i]]
+    assert found["ess_sequence"] == pytest.approx(float(theory.effective_sample_size(torch.tensor(mean))) / 5)
     nothing = Correction(gates=(Gate(Statistic("old/rollout", "abs"), high=-1.0),))
     assert all(math.isfinite(v) for v in summarize(correction_metrics(nothing, lp)).values())
 
@@ -456,6 +460,20 @@ def test_the_gradient_is_the_closed_form(mode, gated):
     expected = -w * m * r * a * ~clipped / len(a)
     assert clipped.any()
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-9)  # autograd leaves in fp32
+
+
+def test_the_gradient_of_losses_without_a_clipped_term_is_the_closed_form():
+    """-w m A / N of REINFORCE in bypass with a weight of pi/mu, -w m clip(r) A / N of CISPO."""
+    lp, advantages = batch(13, spread=0.3)
+    a = advantages.double()[lp.segment]
+    gate = (Gate(Statistic("old/rollout", "k3", "mean"), high=0.05),)
+    for mode, kind, ratio in (("bypass", "reinforce", "current/rollout"), ("decoupled", "cispo", "old/rollout")):
+        correction = Correction(Weight(Statistic(ratio), high=1.2), gate)
+        w, m = correction.on_tokens(lp, a)
+        r = (lp.values("current") - lp.values("old")).exp().clamp(0.8, 1.28) if kind == "cispo" else 1.0
+        got = effective_coefficients(lp, advantages, mode, kind=kind, correction=correction, clip=(0.2, 0.28))
+        assert 0 < m.sum() < len(m)
+        assert torch.allclose(got, -w * m * r * a / len(a), rtol=1e-5, atol=1e-9)
 
 
 def test_decoupled_with_whole_weights_is_bypass_but_for_the_clip():

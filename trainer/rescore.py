@@ -1,35 +1,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
-from .logprobs import token_logprobs
+from ..kernels import ops
+from ..model.exact import LMHead
+from .logprobs import _row_params, _run
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
+_LOGITS = 1 << 26  # entries in memory at a time: each chunk of rows reads lm_head anew, so few large ones
 
+
+@torch.no_grad()
 def rescore(
     model: PreTrainedModel,
     rollouts: Iterable[Pair],
     sampling_params: SamplingParams | None = None,
     max_num_batched_tokens: int = 4096,
+    share_prefixes: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Exact log-probs of rollouts of any origin, packed to a token budget; changes no bit of `token_logprobs`.
+    """Exact log-probs of rollouts of any origin, packed to a token budget: those of `token_logprobs`, bit for bit.
 
     rollouts: (prompt token ids, completion token ids), read as needed. Yields, in their order, the completion's
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
+    share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
     """
-    for batch in _batches(rollouts, max_num_batched_tokens):
-        lens = [len(prompt) for prompt, _ in batch]
-        sequences = [[*prompt, *completion] for prompt, completion in batch]
-        with torch.no_grad():
-            logprobs, best = token_logprobs(model, sequences, sampling_params, prompt_lens=lens, return_argmax=True)
-        for prompt_len, values, tokens in zip(lens, logprobs, best, strict=True):
-            yield values[prompt_len:], tokens[prompt_len:]
+    head, params = _head(model), sampling_params or SamplingParams()
+    for batch in _batches(model, rollouts, max_num_batched_tokens, share_prefixes):
+        prompts = [length - count for length, count in zip(batch.layout.lengths, batch.counts, strict=True)]
+        row_params = _row_params(model, params, batch.layout.lengths, prompts, batch.index)
+        chunk = max(1, _LOGITS // model.config.vocab_size)
+        logprobs, _, best = _run(model, head, batch.ids, batch.index, batch.layout, row_params, chunk)
+        yield from zip(logprobs.split(batch.counts), best.split(batch.counts), strict=True)
 
 
 @torch.no_grad()
@@ -37,48 +45,82 @@ def gradient_sketch(
     model: PreTrainedModel,
     rollouts: Iterable[Pair],
     temperature: float = 1.0,
-    width: int = 8,
+    width: int = 16,
     seed: int = 0,
     max_num_batched_tokens: int = 4096,
 ) -> Iterator[Tensor]:
     """A random projection of each token's d log pi / d lm_head weight = (onehot - pi) h^T / T, fp32 [T, width^2].
 
     Both factors are projected by Gaussian matrices that `seed` fixes, so that inner products keep their expectation
-    (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out. Logits: 256 rows at a time.
+    (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out.
     """
-    head = model.get_output_embeddings()
+    head, vocab = _head(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(seed)
-    vocab, hidden_size = model.config.vocab_size, model.config.hidden_size
     left = torch.randn(vocab, width, generator=generator) / width**0.5
-    right = torch.randn(hidden_size, width, generator=generator) / width**0.5
-    for batch in _batches(rollouts, max_num_batched_tokens):
-        sequences = [[*prompt, *completion] for prompt, completion in batch]
-        positions = torch.cat([torch.arange(len(s)) for s in sequences])
-        ids = torch.tensor([t for s in sequences for t in s])
-        hidden = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        states = hidden.last_hidden_state[0]
-        first = 0
-        for (prompt, completion), sequence in zip(batch, sequences, strict=True):
-            rows = states[first + len(prompt) - 1 : first + len(sequence) - 1]
-            parts = []
-            for start in range(0, len(completion), 256):
-                chunk = rows[start : start + 256]
-                error = left[torch.tensor(completion[start : start + 256])]
-                error = error - (head(chunk) / temperature).softmax(-1) @ left
-                parts.append((error[:, :, None] * (chunk.float() @ right)[:, None, :]).flatten(1) / temperature)
-            yield torch.cat(parts) if parts else torch.zeros(0, width * width)
-            first += len(sequence)
+    right = torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5
+    for batch in _batches(model, rollouts, max_num_batched_tokens, True):
+        positions = torch.from_numpy(batch.layout.positions).long()[None]
+        hidden = model.base_model(
+            input_ids=batch.ids[None], position_ids=positions, use_cache=False, layout=batch.layout
+        ).last_hidden_state[0]
+        parts = []
+        for index in batch.index.split(max(1, _LOGITS // vocab)):
+            rows = hidden[index]
+            error = left[batch.ids[index + 1]] - (head(rows) / temperature).softmax(-1) @ left
+            parts.append((error[:, :, None] * (rows.float() @ right)[:, None, :]).flatten(1) / temperature)
+        yield from torch.cat(parts).split(batch.counts)
 
 
-def _batches(rollouts: Iterable[Pair], budget: int) -> Iterator[list[Pair]]:
-    batch: list[Pair] = []
+def _head(model: PreTrainedModel) -> LMHead:
+    head = model.get_output_embeddings()
+    if not isinstance(head, LMHead):
+        raise TypeError("re-scoring needs a model from samebits.trainer.exact_model")
+    return head
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """ids int64 [T], without the tokens that a sequence shares with the one before it; counts: tokens of each
+    completion; index int64 [sum of counts]: of the tokens that precede those."""
+
+    ids: Tensor
+    counts: list[int]
+    index: Tensor
+    layout: ops.PagedLayout
+
+
+def _batches(model, rollouts: Iterable[Pair], budget: int, share_prefixes: bool) -> Iterator[_Batch]:
+    """Of at most `budget` tokens to compute."""
+    block = ops.backend(model.device).BLOCK
+    pairs: list[Pair] = []
+    shared: list[int] = []
     size = 0
-    for pair in rollouts:
-        length = len(pair[0]) + len(pair[1])
-        if batch and size + length > budget:
-            yield batch
-            batch, size = [], 0
-        batch.append(pair)
-        size += length
-    if batch:
-        yield batch
+    for prompt, completion in rollouts:
+        if not len(prompt):
+            raise ValueError("a rollout needs a prompt of at least one token")
+        # whole blocks, and never the prompt's last token, whose logits are asked for
+        common = _common_prefix(pairs[-1][0], prompt[:-1]) // block * block if pairs and share_prefixes else 0
+        length = len(prompt) + len(completion)
+        if pairs and size + length - common > budget:
+            yield _packed(model, pairs, shared)
+            pairs, shared, size, common = [], [], 0, 0
+        pairs.append((prompt, completion))
+        shared.append(common)
+        size += length - common
+    if pairs:
+        yield _packed(model, pairs, shared)
+
+
+def _packed(model, pairs: list[Pair], shared: list[int]) -> _Batch:
+    rows = [torch.tensor([*prompt[skip:], *rest]) for (prompt, rest), skip in zip(pairs, shared, strict=True)]
+    ids, lengths, counts = torch.cat(rows), [len(row) for row in rows], [len(completion) for _, completion in pairs]
+    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+        raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
+    ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
+    index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    return _Batch(ids, counts, index, ops.PagedLayout.packed(lengths, group, ids.device, shared))
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
