@@ -214,8 +214,9 @@ def _new_backend(where: str, rank: int, world_size: int, name: str, backend: str
     of other frameworks' senders.
     """
     limit = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous(f"tcp://{where}", rank, world_size, timeout=limit))
-    store.set_timeout(limit)
+    address, _, port = where.rpartition(":")
+    # what `rendezvous` makes of a tcp:// address, which under torchrun would look for the launcher's store there
+    store: dist.Store = dist.TCPStore(address, int(port), world_size, rank == 0, limit, multi_tenant=True)
     device = next(iter(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()))
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-_HOMES = {"Client": "client", "ServerError": "client", "create_app": "app"}
+_HOMES = {"Client": "client", "RemoteEngine": "remote", "ServerError": "client", "create_app": "app"}
 
 
 def __getattr__(name: str):
@@ -14,4 +14,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Client", "ServerError", "create_app"]
+__all__ = ["Client", "RemoteEngine", "ServerError", "create_app"]

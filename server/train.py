@@ -46,6 +46,9 @@ def train(
     activation_checkpointing: Annotated[bool, typer.Option()] = False,
     max_tokens_per_pack: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 4096,
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
+    engine_url: Annotated[
+        str | None, typer.Option(help="A `samebits serve` of the same model, instead of an engine in this process.")
+    ] = None,
     exact: Annotated[bool, typer.Option(help="--no-exact: torch's own ops on both sides, a control.")] = True,
     check: Annotated[str, typer.Option(help="Compare bits at 'every' step, the 'first', or 'off'.")] = "every",
     supervise_until: Annotated[
@@ -84,7 +87,13 @@ def train(
     console = Console(quiet=dist.get_rank() > 0)
     if tiny:
         _make_tiny(output_dir / TINY, problems, supervise_until, seed, console)
-    trainer = Trainer(config, problems)
+    llm = None
+    if engine_url is not None:
+        from .client import Client
+        from .remote import RemoteEngine
+
+        llm = RemoteEngine(Client(engine_url), config.model)
+    trainer = Trainer(config, problems, llm)
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")
     with _Log(output_dir, trainer, console, evaluate_every) as log:

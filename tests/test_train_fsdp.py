@@ -12,6 +12,8 @@ from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.trainer import TrainConfig, Trainer, exact_model, make_task
 from samebits.trainer.tiny import make_tiny_model
 
+from serving import Serving
+
 SCRIPT = pathlib.Path(__file__).with_name("fsdp_train.py")
 
 
@@ -23,9 +25,12 @@ def tiny(tmp_path_factory):
     return str(folder)
 
 
-def torchrun(world: int, tiny: str, folder: pathlib.Path, kill_at=None, **changes) -> subprocess.CompletedProcess:
+def torchrun(
+    world: int, tiny: str, folder: pathlib.Path, kill_at=None, engine_url=None, **changes
+) -> subprocess.CompletedProcess:
     folder.mkdir()
-    torch.save({"model": tiny, "output_dir": str(folder), "kill_at": kill_at, "changes": changes}, folder / "job.pt")
+    job = {"model": tiny, "output_dir": str(folder), "kill_at": kill_at, "engine_url": engine_url}
+    torch.save(job, folder / "job.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
     return subprocess.run(
         [*command, str(folder / "job.pt"), str(folder / "out.pt")],
@@ -98,3 +103,17 @@ def test_a_killed_worker_ends_the_launcher_and_the_last_checkpoint_loads(tiny, t
         make_task("arithmetic"),
     )
     assert trainer.load() and trainer.steps_done == 2
+
+
+def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path):
+    """Two FSDP ranks, one server, weights by process group."""
+    with Serving(tiny) as server:
+        run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url)
+        assert run.returncode == 0, run.stderr[-3000:]
+        found = torch.load(tmp_path / "run" / "out.pt")
+        assert server.llm.weight_version == 2
+    here = results[1][2]
+    for (_, tokens, logprobs), (_, there, remote) in zip(here["rollouts"], found["rollouts"][:20], strict=True):
+        assert tokens == there and torch.equal(logprobs, remote)
+    assert found["metrics"]["max_difference"] == found["second"]["max_difference"] == 0
+    assert found["second"]["version"] == 1 and found["second"]["compared_tokens"] > 50

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..engine import LLM
 from ..engine.sampling_params import RequestOutputKind
+from ..engine.weights import check_contract
 from ..kernels.contract import Contract
 from ..model.exact import contract_of, exact_model
 from .checkpoint import latest, load_checkpoint, save_checkpoint
@@ -42,15 +44,18 @@ class Minibatch:
 class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
-    llm: this rank's engine, instead of one made from the configuration. `load()` resumes.
+    llm: this rank's engine, instead of one made from the configuration: an `LLM`, or the `RemoteEngine` of
+    `samebits.server`, in another process. `load()` resumes.
     """
 
-    def __init__(self, config: TrainConfig, task: Task, llm: LLM | None = None):
+    def __init__(self, config: TrainConfig, task: Task, llm: Any = None):
         init_process_group()
         self.config, self.task = config, task
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.llm = llm or LLM(config.model, dtype=config.dtype, **config.engine)
+        self.llm: Any = llm or LLM(config.model, dtype=config.dtype, **config.engine)
         self.model = self._load_model()
+        if config.check != "off" and self.llm.contract is not None:
+            check_contract(self.model, self.llm.contract)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()

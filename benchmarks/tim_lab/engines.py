@@ -60,7 +60,6 @@ ENGINES: dict[str, tuple[str, Callable[..., LLM]]] = {
     "bf16 weights": ("weights rounded to bf16", lambda m, **k: RoundedWeights(m, through(torch.bfloat16), **k)),
     "bf16": ("all of it in bf16", lambda m, **k: LLM(m, **{**k, "dtype": "bfloat16"})),
     "int8 weights": ("weights rounded to int8", lambda m, **k: RoundedWeights(m, to_int8, **k)),
-    "noise 0.1": ("logits +- 0.1", lambda m, **k: NoisyLogits(m, 0.1, **k)),
     "noise 1": ("logits +- 1", lambda m, **k: NoisyLogits(m, 1.0, **k)),
     "noise 2": ("logits +- 2", lambda m, **k: NoisyLogits(m, 2.0, **k)),
 }

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoTokenizer
+
+from ..engine import RequestOutput, SamplingParams
+from ..engine.transfer import full_tensors
+from ..model.checkpoint import resolve
+from .client import Client
+
+
+class RemoteEngine:
+    """What a `Trainer` asks of its `LLM`, from a `samebits serve` elsewhere: Trainer(config, task, RemoteEngine(...)).
+
+    Every FSDP rank makes one; they may share a server. Rank 0 sends the weights, the others take part in gathering
+    them. model: the checkpoint, for its tokenizer. Requests run together in the next `step`, which returns when all of
+    them are finished. Rollouts keep their bits: the contract is compared when training starts.
+    """
+
+    def __init__(self, client: Client, model: str | os.PathLike):
+        self.client, self.path, self.contract = client, resolve(model), client.contract
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path)
+        self.weight_version = int(client.weight_version)
+        self._queue: dict[str, tuple[Sequence[int], SamplingParams]] = {}
+        self._count = 0
+
+    def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams) -> str:
+        self._count += 1
+        request_id = f"request-{self._count}"
+        self._queue[request_id] = self._ids(prompt), sampling_params
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        queue, self._queue = self._queue, {}
+        outputs = self.generate([p for p, _ in queue.values()], [s for _, s in queue.values()])
+        return [replace(output, request_id=name) for name, output in zip(queue, outputs, strict=True)]
+
+    def abort(self, request_id: str) -> bool:
+        return self._queue.pop(request_id, None) is not None
+
+    def generate(self, prompts, sampling_params, use_tqdm: bool = False) -> list[RequestOutput]:
+        return self.client.generate([self._ids(p) for p in prompts], sampling_params)
+
+    def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def update_weights(self, source: nn.Module, version: int | None = None) -> int:
+        found = [0]
+        if dist.get_rank() == 0:
+            found = [int(self.client.update_weights(source, version))]
+        else:
+            for _ in full_tensors(source.state_dict()):
+                pass
+        dist.broadcast_object_list(found, 0)
+        self.weight_version = found[0]
+        return self.weight_version
+
+    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
