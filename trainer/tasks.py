@@ -94,7 +94,7 @@ class Brackets(GeneratedTask):
         text = ""
         stack: list[str] = []
         for _ in range(rng.randint(self.length // 2, self.length)):
-            if stack and rng.random() < 0.4:
+            if len(stack) > 1 and rng.random() < 0.4:  # something is always left to close
                 text += stack.pop()
             else:
                 text += (bracket := rng.choice("([{"))
