@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from .. import __version__
@@ -48,7 +48,7 @@ async def health(http: Request) -> Response:
     return reply({"status": "ok"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     return Response(http.app.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

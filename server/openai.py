@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from ..engine import Completion, RequestOutput, SamplingParams
 from .async_engine import GenerateRequest, Generation
 from .protocol import (
+    STREAMING,
     Body,
     FastRoute,
     RequestId,
@@ -257,7 +258,7 @@ async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], 
     return await stream(server.engine, requests, request_id, events, last)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMING)
 async def completions(body: CompletionRequest, http: Request):
     """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.all_params(body.max_tokens, body.logprobs)
@@ -271,7 +272,7 @@ async def completions(body: CompletionRequest, http: Request):
     return await _answer(http, body, prompts, params)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMING)
 async def chat_completions(body: ChatRequest, http: Request):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
@@ -301,7 +302,7 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 # --- token in, token out ----------------------------------------------------------------------------------------------
 
 
-@router.post("/inference/v1/generate")
+@router.post("/inference/v1/generate", responses=STREAMING)
 async def inference_generate(body: TokensRequest, http: Request):
     """Token ids in, token ids out."""
     server, sampling = service(http), body.sampling_params

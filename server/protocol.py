@@ -114,6 +114,9 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
+STREAMING: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+
 class FastRoute(APIRoute):
     """Reads JSON with orjson."""
 

@@ -13,6 +13,7 @@ from ..engine import Completion, RequestOutput, SamplingParams
 from ..engine.transfer import DEFAULT_NAME, WHOLE, parse_manifest
 from .async_engine import GenerateRequest, Generation
 from .protocol import (
+    STREAMING,
     Body,
     FastRoute,
     RequestId,
@@ -179,7 +180,7 @@ def _joined(spans: list) -> list:
     return joined
 
 
-@router.post("/generate")
+@router.post("/generate", responses=STREAMING)
 async def generate(body: GenerateBody, http: Request):
     """Generates from text or token ids, one prompt or a batch."""
     server = service(http)
