@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from .async_engine import GenerateRequest, Generation
@@ -30,7 +30,7 @@ from .service import Service, service
 router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
@@ -306,7 +306,6 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 async def inference_generate(body: TokensRequest, http: Request):
     """Token ids in, token ids out."""
     server, sampling = service(http), body.sampling_params
-    body.check_extra()
     server.check_model(body.model)
     own = ("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "include_stop_str_in_output")
     more = {name: getattr(sampling, name) for name in own}
@@ -391,7 +390,6 @@ async def models(http: Request):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, http: Request):
     """The token ids of a text, or of a conversation through the chat template."""
-    body.check_extra()
     server = service(http)
     tokenization = server.engine.tokenization
     if (body.prompt is None) == (body.messages is None):
@@ -409,6 +407,5 @@ async def tokenize(body: TokenizeRequest, http: Request):
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, http: Request):
     """The text of token ids."""
-    body.check_extra()
     tokenization = service(http).engine.tokenization
     return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

@@ -184,7 +184,6 @@ def _joined(spans: list) -> list:
 async def generate(body: GenerateBody, http: Request):
     """Generates from text or token ids, one prompt or a batch."""
     server = service(http)
-    body.check_extra()
     prompts, batch = body.prompts()
     count = len(prompts)
     rids = body.rid if isinstance(body.rid, list) else None
@@ -380,7 +379,6 @@ async def _before(server: Service, body: _UpdateBody) -> int:
 async def update_weights_from_disk(body: FromDiskBody, http: Request):
     """Loads a checkpoint directory, checked whole before it is in force."""
     server = service(http)
-    body.check_extra()
     await _before(server, body)
     message = await server.updates.load(body.model_path, body.label)
     return done(message, num_paused_requests=server.engine.num_sequences if server.engine.paused.is_set() else 0)
@@ -389,7 +387,6 @@ async def update_weights_from_disk(body: FromDiskBody, http: Request):
 @control.post("/init_weights_update_group")
 async def init_weights_update_group(body: InitGroupBody, http: Request):
     """Joins a torch process group whose rank 0 will send weights."""
-    body.check_extra()
     where = body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend
     await service(http).updates.join(body.group_name, *where)
     return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
@@ -406,7 +403,6 @@ async def destroy_weights_update_group(http: Request, body: GroupBody | None = N
 async def update_weights_from_distributed(body: FromDistributedBody, http: Request):
     """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
     server = service(http)
-    body.check_extra()
     manifest = parse_manifest(body.names, body.dtypes, body.shapes)
     await _before(server, body)
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
@@ -417,7 +413,6 @@ async def update_weights_from_distributed(body: FromDistributedBody, http: Reque
 async def update_weights_from_tensor(body: FromTensorBody, http: Request):
     """Reads pickled tensors, with an unpickler that makes nothing but tensors. Off without --allow-pickle."""
     server = service(http)
-    body.check_extra()
     if not server.allow_pickle:
         raise PermissionError("pickled tensors are off; start the server with --allow-pickle, or use another way")
     if len(body.serialized_named_tensors) != 1:
