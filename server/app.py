@@ -16,7 +16,7 @@ from .. import __version__
 from ..engine import LLM, WeightUpdateError
 from ..engine.transfer import TransferError
 from ..kernels.contract import NumericsError
-from . import control, openai, sglang
+from . import control, openai, sglang, sglang_control
 from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
 from .metrics import Metrics
@@ -101,7 +101,7 @@ def create_app(
     app.include_router(open_router)
     for public in (router, openai.router, sglang.router, control.router):
         app.include_router(public, dependencies=[Depends(guard.check_api)])
-    for restricted in (sglang.control, control.control):
+    for restricted in (sglang_control.control, control.control):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])
     contract_hash = llm.contract.hash if llm.contract else "none"
     app.add_middleware(_ContractHeader, contract_hash=contract_hash)

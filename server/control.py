@@ -10,7 +10,7 @@ from pydantic import Field
 from ..engine.transfer import DEFAULT_NAME, parse_manifest
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, service
-from .sglang import done
+from .sglang_control import InitGroupBody, done
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -22,17 +22,8 @@ class AbortRequestsBody(Body):
     request_ids: list[str] = Field(default_factory=list)
 
 
-class InitInfo(Body):
-    master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = DEFAULT_NAME
-    backend: str = "nccl"
-
-
 class InitTransferBody(Body):
-    init_info: InitInfo
+    init_info: InitGroupBody
 
 
 class UpdateInfo(Body):

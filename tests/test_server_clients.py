@@ -64,6 +64,19 @@ def started(command, port, seconds=60):
 
 
 @contextlib.contextmanager
+def router(module, servers):
+    """A router in front of the servers, round robin; an HTTP client of it. Each server must get a part."""
+    pytest.importorskip(module)
+    port, before = free_port(), [sum(s.engine.finished.values()) for s in servers]
+    command = [sys.executable, "-m", f"{module}.launch_router", "--port", str(port), "--policy", "round_robin"]
+    command += ["--prometheus-port", str(free_port()), "--worker-urls", *(s.url for s in servers)]
+    with started(command, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        yield http
+    after = [sum(s.engine.finished.values()) for s in servers]
+    assert all(a > b for a, b in zip(after, before, strict=True)), "one server got nothing"
+
+
+@contextlib.contextmanager
 def command_line(path, *options):
     port = free_port()
     command = [Path(sys.executable).with_name("samebits"), "serve", path, "--port", str(port), *options]
@@ -75,15 +88,9 @@ def command_line(path, *options):
 
 
 def test_sglangs_router_in_front_of_two_servers(servers, expected):
-    pytest.importorskip("sglang_router")
-    port = free_port()
-    urls = [s.url for s in servers]
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port), "--worker-urls", *urls]
-    command += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
-    before = [sum(s.engine.finished.values()) for s in servers]
     sampling = {"max_new_tokens": 12, "sampling_seed": 7, "n": 2, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    with started(command, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    with router("sglang_router", servers) as http:
         wait_for(lambda: http.post("/generate", json=body).status_code == 200)
         for _ in range(6):
             replies = http.post("/generate", json=body).json()
@@ -92,27 +99,16 @@ def test_sglangs_router_in_front_of_two_servers(servers, expected):
         lines = http.post("/generate", json=body | {"stream": True}).text.split("\n\n")
         last = {e["index"]: e for e in (json.loads(x[6:]) for x in lines if x.startswith("data: {"))}
         assert [last[i]["output_ids"] for i in (0, 1)] == [ids for ids, _ in expected]
-    after = [sum(s.engine.finished.values()) for s in servers]
-    assert all(a > b for a, b in zip(after, before, strict=True)), "one server got nothing"
 
 
 def test_vllms_router_in_front_of_two_servers(servers, expected):
-    pytest.importorskip("vllm_router")
-    port = free_port()
-    urls = [s.url for s in servers]
-    command = [sys.executable, "-m", "vllm_router.launch_router", "--port", str(port), "--worker-urls", *urls]
-    command += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
-    before = [sum(s.engine.finished.values()) for s in servers]
     body = {"model": "tiny", "prompt": PROMPT, "return_token_ids": True} | SAMPLING
-    with started(command, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    with router("vllm_router", servers) as http:
         wait_for(lambda: http.post("/v1/completions", json=body).status_code == 200)
         for _ in range(6):
             choices = http.post("/v1/completions", json=body).json()["choices"]
             assert [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices] == expected
-        stream = http.post("/v1/completions", json=body | {"stream": True}).text
-        assert stream.endswith("data: [DONE]\n\n")
-    after = [sum(s.engine.finished.values()) for s in servers]
-    assert all(a > b for a, b in zip(after, before, strict=True)), "one server got nothing"
+        assert http.post("/v1/completions", json=body | {"stream": True}).text.endswith("data: [DONE]\n\n")
 
 
 def test_renderers_strict_client(servers):
