@@ -36,7 +36,7 @@ from samebits.server.bench import VOCAB, mixed
 
 SAMEBITS = pathlib.Path(sys.executable).with_name("samebits")
 OUTPUT = 64  # tokens of a request in the latency part
-PER_CLIENT = {1: 12, 8: 4, 32: 2}  # clients -> requests each
+PER_CLIENT = {1: 6, 8: 3, 32: 2}  # clients -> requests each
 
 
 def free_port() -> int:
