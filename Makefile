@@ -3,11 +3,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine trainer correction integrations server
 
-.PHONY: help setup demo test test-slow lint bench loc clean
+.PHONY: help setup demo test test-slow test-server bench-server lint bench loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
+	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
 	@echo "make loc        code lines per package"
@@ -29,7 +30,11 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/test_server_clients.py
+
+test-server: setup
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
+	$(BIN)/python -m pytest tests/test_server.py tests/test_server_weights.py tests/test_server_clients.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -40,6 +45,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/throughput.py --peers $(PEERS)
+
+bench-server: setup
+	$(BIN)/python benchmarks/serve.py --peers $(PEERS)
 
 loc: setup
 	$(BIN)/python benchmarks/loc.py

@@ -1,8 +1,8 @@
 """The rollout engine."""
 
 from .config import EngineConfig
-from .llm import LLM, EngineStats
-from .outputs import Completion, RequestOutput, VersionSpan
+from .llm import LLM
+from .outputs import Completion, EngineStats, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
 from .weights import WeightUpdate, WeightUpdateError
 

@@ -4,12 +4,9 @@ import logging
 import math
 import os
 import pathlib
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -23,8 +20,9 @@ from ..model.exact import contract_of, eos_token_ids, exact_model
 from ..scheduler import BlockManager, Scheduler
 from .config import EngineConfig
 from .input_processor import InputProcessor, Prompt
+from .interrupts import deferred_interrupt
 from .model_runner import Draw, ModelRunner
-from .outputs import RequestOutput
+from .outputs import EngineStats, RequestOutput
 from .request import Request, SampledToken
 from .sampling_params import RequestOutputKind, SamplingParams
 from .weights import Source, WeightLoader, WeightUpdate
@@ -32,24 +30,6 @@ from .weights import Source, WeightLoader, WeightUpdate
 logger = logging.getLogger(__name__)
 
 MEMORY_TAGS = ("weights", "kv_cache")
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the start, and the load now. Memory in bytes."""
-
-    num_running: int
-    num_waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    kv_cache_bytes: int
-    steps: int
-    prompt_tokens_computed: int
-    prefix_hit_tokens: int
-    generation_tokens: int
-    preemptions: int
-    step_seconds: float
-    weight_version: int
 
 
 class LLM:
@@ -119,7 +99,7 @@ class LLM:
         pairs = zip(prompts, each, strict=True)
         requests = [self.process(p, s, self._new_request_id()) for p, s in pairs]  # type: ignore[arg-type]
         try:
-            with _deferred_interrupt():
+            with deferred_interrupt():
                 for request in requests:
                     self._submit(request)
             total = sum(len(r.samples) for r in requests)
@@ -213,7 +193,7 @@ class LLM:
         start = time.perf_counter()
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
-        with _deferred_interrupt():  # state changes whole steps at a time
+        with deferred_interrupt():  # state changes whole steps at a time
             batch = self.scheduler.schedule()
             if not batch.sequences:
                 return
@@ -310,7 +290,7 @@ class LLM:
         """Puts a complete update in force; otherwise as `update_weights`."""
         version = self._check_version(version)
         update.check_complete()
-        with _deferred_interrupt():
+        with deferred_interrupt():
             self._weights.switch(update)
             self.weight_version, self.has_weights, self._weights_path = version, True, update.path
             keep = () if recompute_running else [r for r in self._requests.values() if not r.partly_scored]
@@ -429,20 +409,3 @@ class LLM:
 def _check_tags(tags: Sequence[str]) -> None:
     if unknown := sorted(set(tags) - set(MEMORY_TAGS)):
         raise ValueError(f"unknown memory tags {unknown}; choose from {', '.join(MEMORY_TAGS)}")
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[None]:
-    """Holds Ctrl-C back until the block has ended, so that it can't leave half a step behind."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    pending: list[tuple] = []
-    signal.signal(signal.SIGINT, lambda *args: pending.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pending:
-            before(*pending[0])

@@ -62,3 +62,21 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     prompt_ranks: list[int] | None = None
     num_cached_tokens: int = field(default=0, compare=False)  # depends on what ran before
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and the load now. Memory in bytes."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_cache_bytes: int
+    steps: int
+    prompt_tokens_computed: int
+    prefix_hit_tokens: int
+    generation_tokens: int
+    preemptions: int
+    step_seconds: float
+    weight_version: int

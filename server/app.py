@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from .. import __version__
 from ..engine import LLM, WeightUpdateError
 from ..engine.transfer import TransferError
 from ..kernels.contract import NumericsError
-from . import control, openai, sglang
+from . import control, openai, sglang, sglang_control
 from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
 from .metrics import Metrics
@@ -48,7 +48,7 @@ async def health(http: Request) -> Response:
     return reply({"status": "ok"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     return Response(http.app.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -101,7 +101,7 @@ def create_app(
     app.include_router(open_router)
     for public in (router, openai.router, sglang.router, control.router):
         app.include_router(public, dependencies=[Depends(guard.check_api)])
-    for restricted in (sglang.control, control.control):
+    for restricted in (sglang_control.control, control.control):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])
     contract_hash = llm.contract.hash if llm.contract else "none"
     app.add_middleware(_ContractHeader, contract_hash=contract_hash)

@@ -51,7 +51,6 @@ class Generation:
         self.index: dict[str, int] = {}
         self.unfinished: set[str] = set()
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self.created = int(time.time())
 
     def admit(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -146,13 +145,12 @@ class AsyncEngine:
         return not self.paused.is_set() and self.llm.ready and self.llm.has_unfinished_requests()
 
     def _take_commands(self, wait: bool) -> None:
-        if wait:
-            self._commands.get()()
-        while True:
+        while wait or not self._commands.empty():
+            wait = False
             try:
-                self._commands.get_nowait()()
-            except queue.Empty:
-                return
+                self._commands.get()()
+            except Exception:  # the thread must live
+                logger.exception("a command of the server failed")
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
@@ -188,20 +186,22 @@ class AsyncEngine:
             raise UnavailableError(
                 f"the queue is full: {self.num_sequences} sequences run or wait, {self.capacity} may"
             )
-        if request_id in self.generations:
-            raise ValueError(f"request_id {request_id!r} is in use")
         names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
+        if request_id in self.generations or any(name in self.by_engine_id for name in names):
+            raise ValueError(f"request_id {request_id!r} is in use")
         generation = Generation(self, request_id)
-        self.generations[request_id] = generation  # claims the id and the room while prompts are tokenised
+        self.generations[request_id] = generation  # claims the ids and the room while prompts are tokenised
+        self.by_engine_id.update(dict.fromkeys(names, generation))
         self.num_sequences += count
         self._idle.clear()
         try:
             generation.admit(await asyncio.gather(*map(self._checked, requests, names)))
         except BaseException:
             self.num_sequences -= count
+            for name in names:
+                del self.by_engine_id[name]
             self._forget_generation(request_id)
             raise
-        self.by_engine_id.update(dict.fromkeys(names, generation))
         self._commands.put(lambda: self._add(generation))
         return generation
 
@@ -227,16 +227,12 @@ class AsyncEngine:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             generation = self.by_engine_id.get(output.request_id)
+            for reason in (c.finish_reason for c in output.completions if c.finish_reason):
+                self.finished[reason] = self.finished.get(reason, 0) + 1
             if output.finished:
-                self._count(output)
                 self._release(output.request_id)
             if generation is not None:
                 generation.queue.put_nowait(output)
-
-    def _count(self, output: RequestOutput) -> None:
-        for c in output.completions:
-            reason = c.finish_reason or "error"
-            self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def _release(self, engine_id: str) -> None:
         generation = self.by_engine_id.pop(engine_id, None)

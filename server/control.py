@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..engine.transfer import DEFAULT_NAME, parse_manifest
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, service
-from .sglang import done
+from .sglang_control import InitGroupBody, done
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -22,22 +22,11 @@ class AbortRequestsBody(Body):
     request_ids: list[str] = Field(default_factory=list)
 
 
-class InitInfo(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = DEFAULT_NAME
-    backend: str = "nccl"
-
-
 class InitTransferBody(Body):
-    init_info: InitInfo
+    init_info: InitGroupBody
 
 
-class UpdateInfo(BaseModel):
-    model_config = ConfigDict(strict=True)
+class UpdateInfo(Body):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
@@ -116,7 +105,6 @@ async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
     vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
     """
     info = body.init_info
-    body.check_extra()
     extra = info.model_extra or {}
     if "backend" not in info.model_fields_set or extra.get("nccl_unique_id_b64") or extra.get("packed"):
         raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
@@ -142,7 +130,6 @@ async def start_weight_update(http: Request, body: Body | None = None):
 async def update_weights(body: UpdateBody, http: Request):
     """Receives tensors over the group, or loads the checkpoint directory `weight_dir`."""
     updates = service(http).updates
-    body.check_extra()
     if (body.update_info is None) == (body.weight_dir is None):
         raise ValueError("give either update_info or weight_dir")
     if body.update_info is None:
@@ -163,7 +150,6 @@ async def finish_weight_update(http: Request, body: FinishBody | None = None):
 async def update_weight_version(body: VersionBody, http: Request):
     """Renames the version in force."""
     server = service(http)
-    body.check_extra()
     if body.abort_all_requests:
         await server.engine.abort()
     server.updates.relabel(body.new_version)
@@ -181,7 +167,6 @@ async def weight_checker(body: CheckerBody, http: Request):
     """checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset: drops the
     weights, so that nothing can be served before an update has brought all of them."""
     server = service(http)
-    body.check_extra()
     if body.action == "reset":
         await server.engine.call(lambda llm: llm.release_memory(["weights"]))
         return reply({"status": "reset"})

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from .async_engine import GenerateRequest, Generation
 from .protocol import (
+    STREAMING,
     Body,
     FastRoute,
     RequestId,
@@ -29,7 +30,7 @@ from .service import Service, service
 router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
@@ -257,7 +258,7 @@ async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], 
     return await stream(server.engine, requests, request_id, events, last)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMING)
 async def completions(body: CompletionRequest, http: Request):
     """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.all_params(body.max_tokens, body.logprobs)
@@ -271,7 +272,7 @@ async def completions(body: CompletionRequest, http: Request):
     return await _answer(http, body, prompts, params)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMING)
 async def chat_completions(body: ChatRequest, http: Request):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
@@ -301,11 +302,10 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 # --- token in, token out ----------------------------------------------------------------------------------------------
 
 
-@router.post("/inference/v1/generate")
+@router.post("/inference/v1/generate", responses=STREAMING)
 async def inference_generate(body: TokensRequest, http: Request):
     """Token ids in, token ids out."""
     server, sampling = service(http), body.sampling_params
-    body.check_extra()
     server.check_model(body.model)
     own = ("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "include_stop_str_in_output")
     more = {name: getattr(sampling, name) for name in own}
@@ -390,7 +390,6 @@ async def models(http: Request):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, http: Request):
     """The token ids of a text, or of a conversation through the chat template."""
-    body.check_extra()
     server = service(http)
     tokenization = server.engine.tokenization
     if (body.prompt is None) == (body.messages is None):
@@ -408,6 +407,5 @@ async def tokenize(body: TokenizeRequest, http: Request):
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, http: Request):
     """The text of token ids."""
-    body.check_extra()
     tokenization = service(http).engine.tokenization
     return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import orjson
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from ..engine.sampling_params import RequestOutputKind
@@ -60,7 +60,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
-    def check_extra(self) -> None:
+    @model_validator(mode="after")
+    def check_extra(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value is not None and value not in UNSUPPORTED[name]:
@@ -68,6 +69,7 @@ class Body(BaseModel):
             elif name not in _listed and len(_listed) < 1000:
                 _listed.add(name)
                 logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
+        return self
 
 
 class Sampling(Body):
@@ -86,7 +88,6 @@ class Sampling(Body):
 
     def params(self, **more) -> SamplingParams:
         """With these and `more`. ValueError or TypeError where a value is out of range."""
-        self.check_extra()
         names = Sampling.model_fields.keys() - {"spaces_between_special_tokens"}
         fields = {name: getattr(self, name) for name in names} | more
         return SamplingParams(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
@@ -112,6 +113,9 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
+
+
+STREAMING: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
 class FastRoute(APIRoute):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -47,10 +48,12 @@ def serve(
     config = uvicorn.Config(app, host, port, timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, access_log=False,
                             log_config=None, timeout_graceful_shutdown=5, backlog=4096)  # fmt: skip
     sys.setswitchinterval(SWITCH_INTERVAL)
-    asyncio.run(_run(_Server(config), app, shutdown_timeout))
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        logger.info("listening on http://%s:%s", host, listener.getsockname()[1])
+        asyncio.run(_run(_Server(config), app, shutdown_timeout, listener))
 
 
-async def _run(server: _Server, app: FastAPI, shutdown_timeout: float) -> None:
+async def _run(server: _Server, app: FastAPI, shutdown_timeout: float, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     drains: set[asyncio.Task] = set()
 
@@ -66,6 +69,4 @@ async def _run(server: _Server, app: FastAPI, shutdown_timeout: float) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await server.serve()
-    if not server.started:
-        raise OSError(f"could not listen on {server.config.host}:{server.config.port}; is another server there?")
+    await server.serve([listener])

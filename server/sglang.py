@@ -1,18 +1,18 @@
-"""SGLang's own dialect: /generate, its info routes, and its control routes."""
+"""SGLang's own dialect: /generate and its information routes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams
-from ..engine.transfer import DEFAULT_NAME, WHOLE, parse_manifest
 from .async_engine import GenerateRequest, Generation
 from .protocol import (
+    STREAMING,
     Body,
     FastRoute,
     RequestId,
@@ -26,10 +26,8 @@ from .protocol import (
     version_spans,
 )
 from .service import Service, service
-from .unpickle import named_tensors
 
 router = APIRouter(route_class=FastRoute, tags=["SGLang"])
-control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 
 class SGLangSampling(Sampling):
@@ -179,11 +177,10 @@ def _joined(spans: list) -> list:
     return joined
 
 
-@router.post("/generate")
+@router.post("/generate", responses=STREAMING)
 async def generate(body: GenerateBody, http: Request):
     """Generates from text or token ids, one prompt or a batch."""
     server = service(http)
-    body.check_extra()
     prompts, batch = body.prompts()
     count = len(prompts)
     rids = body.rid if isinstance(body.rid, list) else None
@@ -259,200 +256,3 @@ async def loads(http: Request):
         "kv_cache_bytes_used": load["kv_blocks_used"] * block,
     }
     return reply({"timestamp": time.time(), "loads": [core], **core, "engine": load})
-
-
-# --- control ----------------------------------------------------------------------------------------------------------
-
-
-class AbortBody(Body):
-    rid: str | None = None
-    abort_all: bool = False
-
-
-class PauseBody(Body):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class _UpdateBody(Body):
-    flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
-    abort_all_requests: bool | None = False
-    weight_version: str | int | None = None
-
-    @property
-    def label(self) -> str | None:
-        return None if self.weight_version is None else str(self.weight_version)
-
-
-class FromDiskBody(_UpdateBody):
-    model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
-
-
-class InitGroupBody(Body):
-    master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = DEFAULT_NAME
-    backend: str = "nccl"
-
-
-class GroupBody(Body):
-    group_name: str = DEFAULT_NAME
-
-
-class FromDistributedBody(_UpdateBody):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = DEFAULT_NAME
-    load_format: Literal["flattened_bucket"] | None = None
-    bucket_bytes: int | None = Field(
-        default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
-    )
-    selector: Literal["all"] | None = "all"
-
-
-class FromTensorBody(_UpdateBody):
-    serialized_named_tensors: list[str]
-    load_format: Literal["flattened_bucket"] | None = None
-
-
-class SelectorBody(Body):
-    selector: Literal["all"] | None = "all"
-
-
-class MemoryBody(Body):
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
-
-    @property
-    def ours(self) -> list[str]:
-        return ["weights", "kv_cache"] if self.tags is None else [t for t in self.tags if t != "cuda_graph"]
-
-
-def done(message: str, **more) -> Any:
-    return reply({"success": True, "message": message, "status": "ok", **more})
-
-
-@control.get("/flush_cache")
-@control.post("/flush_cache")
-async def flush_cache(http: Request):
-    """Forgets cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
-    server = service(http)
-    paused = server.engine.paused.is_set()
-    if server.engine.num_sequences and not paused:
-        raise ValueError("requests are running; pause or finish them first")
-    await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=paused))
-    return done("cache flushed")
-
-
-@control.post("/abort_request")
-async def abort_request(http: Request, body: AbortBody | None = None):
-    body = body or AbortBody()
-    if not body.abort_all and not body.rid:
-        raise ValueError("give rid, or abort_all=true")
-    count = await service(http).engine.abort(None if body.abort_all else [body.rid])  # type: ignore[list-item]
-    return done(f"{count} requests aborted", aborted=count)
-
-
-@control.post("/pause_generation")
-async def pause_generation(http: Request, body: PauseBody | None = None):
-    """Stops between two steps. New requests wait until /continue_generation."""
-    mode = (body or PauseBody()).mode
-    await service(http).engine.pause("keep" if mode == "in_place" else mode, refuse=False)
-    return done(f"generation paused ({mode})")
-
-
-@control.post("/continue_generation")
-async def continue_generation(http: Request, body: Body | None = None):
-    server = service(http)
-    server.updates.check_resumable()
-    await server.engine.resume()
-    return done("generation continues")
-
-
-async def _before(server: Service, body: _UpdateBody) -> int:
-    return await server.engine.abort() if body.abort_all_requests else 0
-
-
-@control.post("/update_weights_from_disk")
-async def update_weights_from_disk(body: FromDiskBody, http: Request):
-    """Loads a checkpoint directory, checked whole before it is in force."""
-    server = service(http)
-    body.check_extra()
-    await _before(server, body)
-    message = await server.updates.load(body.model_path, body.label)
-    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.paused.is_set() else 0)
-
-
-@control.post("/init_weights_update_group")
-async def init_weights_update_group(body: InitGroupBody, http: Request):
-    """Joins a torch process group whose rank 0 will send weights."""
-    body.check_extra()
-    where = body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend
-    await service(http).updates.join(body.group_name, *where)
-    return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
-
-
-@control.post("/destroy_weights_update_group")
-async def destroy_weights_update_group(http: Request, body: GroupBody | None = None):
-    name = (body or GroupBody()).group_name
-    left = await service(http).updates.leave(name)
-    return done(f"left weight group {name!r}" if left else f"there was no weight group {name!r}")
-
-
-@control.post("/update_weights_from_distributed")
-async def update_weights_from_distributed(body: FromDistributedBody, http: Request):
-    """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
-    server = service(http)
-    body.check_extra()
-    manifest = parse_manifest(body.names, body.dtypes, body.shapes)
-    await _before(server, body)
-    bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
-    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.label))
-
-
-@control.post("/update_weights_from_tensor")
-async def update_weights_from_tensor(body: FromTensorBody, http: Request):
-    """Reads pickled tensors, with an unpickler that makes nothing but tensors. Off without --allow-pickle."""
-    server = service(http)
-    body.check_extra()
-    if not server.allow_pickle:
-        raise PermissionError("pickled tensors are off; start the server with --allow-pickle, or use another way")
-    if len(body.serialized_named_tensors) != 1:
-        raise ValueError(f"expected 1 entry, for one rank, got {len(body.serialized_named_tensors)}")
-    await _before(server, body)
-    tensors = named_tensors(body.serialized_named_tensors[0], body.load_format)
-    return done(await server.updates.load(tensors, body.label))
-
-
-@control.post("/begin_weight_update")
-async def begin_weight_update(http: Request, body: SelectorBody | None = None):
-    """Tensors that come from now on are put in force by /end_weight_update, together."""
-    service(http).updates.begin()
-    return done("weight update begun")
-
-
-@control.post("/end_weight_update")
-async def end_weight_update(http: Request, body: SelectorBody | None = None):
-    server = service(http)
-    await server.updates.finish()
-    return done(f"version {server.updates.label!r} is in force")
-
-
-@control.get("/release_memory_occupation")
-@control.post("/release_memory_occupation")
-async def release_memory_occupation(http: Request, body: MemoryBody | None = None):
-    """Frees memory; the header x-samebits-freed-bytes says how much. Requests wait."""
-    tags = (body or MemoryBody()).ours
-    freed = await service(http).engine.call(lambda llm: llm.release_memory(tags))
-    return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
-
-
-@control.get("/resume_memory_occupation")
-@control.post("/resume_memory_occupation")
-async def resume_memory_occupation(http: Request, body: MemoryBody | None = None):
-    """Takes the memory again. Weights come back from their checkpoint, or must be updated."""
-    tags = (body or MemoryBody()).ours
-    await service(http).engine.call(lambda llm: llm.wake_up(tags))
-    return reply(None)

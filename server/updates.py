@@ -53,6 +53,7 @@ class WeightUpdates:
 
     def begin(self) -> None:
         """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
+        self._check_free()
         self._forget()
         self.pending, self._explicit = self.engine.llm.begin_weight_update(), True
 
@@ -120,12 +121,14 @@ class WeightUpdates:
         keep_kv = self.engine.pause_mode == "keep"
 
         def commit(llm: LLM) -> int:
+            update.check_complete()
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
-            return llm.commit_weight_update(update, number if number > llm.weight_version else None, not keep_kv)
+            version = max(number, llm.weight_version + 1)
+            self.labels[version] = label or str(version)  # before any token can bear the number
+            return llm.commit_weight_update(update, version, recompute_running=not keep_kv)
 
         self._forget()
         version = await self.engine.call(commit)
-        self.labels[version] = label or str(version)
         logger.info("weight version %s (%r) is in force", version, self.labels[version])
 
     def _forget(self) -> None:
@@ -159,10 +162,13 @@ class WeightUpdates:
 
     @contextlib.asynccontextmanager
     async def _exclusively(self):
-        if self._busy.locked():
-            raise ConflictError("another weight update is in progress")
+        self._check_free()
         async with self._busy:
             yield
+
+    def _check_free(self) -> None:
+        if self._busy.locked():
+            raise ConflictError("another weight update is in progress")
 
 
 def in_daemon_thread(function: Callable[..., T], *args) -> Awaitable[T]:

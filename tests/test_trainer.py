@@ -302,7 +302,8 @@ def test_the_control_without_the_promise_names_the_contract(tiny):
 
 
 def test_staleness_is_bounded_and_every_token_carries_its_version(tiny):
-    trainer = Trainer(config_of(tiny, staleness=2, steps=6, engine={"kv_cache_memory_bytes": 2**21, "max_num_seqs": 6}), Digits())
+    engine = {"kv_cache_memory_bytes": 2**21, "max_num_seqs": 6}
+    trainer = Trainer(config_of(tiny, staleness=2, steps=6, engine=engine), Digits())
     seen = []
     trainer.fit(seen.append)
     assert max(m["max_staleness"] for m in seen) in (1, 2) and seen[0]["max_staleness"] == 0
