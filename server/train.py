@@ -27,7 +27,9 @@ def train(
     correction: Annotated[str | None, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = None,
     verifier: Annotated[str, typer.Option(help="Of a .jsonl task: exact or math-verify.")] = "exact",
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 200,
-    groups_per_step: Annotated[int, typer.Option(help="Prompts a step.")] = 16,
+    groups_per_step: Annotated[
+        int | None, typer.Option(help="Prompts a step: 16, or 64 for a tiny model.", show_default=False)
+    ] = None,
     group_size: Annotated[int, typer.Option("--group-size", "-n", help="Samples of each prompt.")] = 8,
     minibatches: Annotated[int, typer.Option(help="Optimizer updates a step.")] = 1,
     staleness: Annotated[int, typer.Option(help="Start rollouts so many steps early; 0 is on policy.")] = 0,
@@ -75,8 +77,8 @@ def train(
     config = TrainConfig(
         model=str(output_dir / TINY) if tiny else model, dtype=dtype, algorithm=algorithm, mode=mode,  # type: ignore[arg-type]
         correction=preset(correction) if correction else Correction(), kl=kl, kl_coef=kl_coef,  # type: ignore[arg-type]
-        steps=steps, groups_per_step=groups_per_step, group_size=group_size, minibatches=minibatches,
-        staleness=staleness, filter_uniform=filter_uniform, chat=chat,
+        steps=steps, groups_per_step=groups_per_step or (64 if tiny else 16), group_size=group_size,
+        minibatches=minibatches, staleness=staleness, filter_uniform=filter_uniform, chat=chat,
         sampling=SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
         ),
