@@ -61,5 +61,14 @@ class RemoteEngine:
         self.weight_version = found[0]
         return self.weight_version
 
+    def sleep(self) -> int:
+        """Frees the server's KV cache; rank 0 asks for it."""
+        return self.client.post("/sleep?mode=keep")["freed_bytes"] if dist.get_rank() == 0 else 0
+
+    def wake_up(self) -> None:
+        if dist.get_rank() == 0:
+            self.client.post("/wake_up")
+        dist.barrier()
+
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

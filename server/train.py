@@ -46,6 +46,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; master weights are float32.")] = "float32",
     chat: Annotated[bool, typer.Option(help="Put prompts through the chat template.")] = False,
     activation_checkpointing: Annotated[bool, typer.Option()] = False,
+    sleep: Annotated[bool, typer.Option(help="The engine frees its KV cache while the trainer works.")] = False,
     max_tokens_per_pack: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 4096,
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     engine_url: Annotated[
@@ -83,7 +84,7 @@ def train(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
         ),
         lr=lr if lr is not None else 3e-4 if tiny else 1e-6, warmup=warmup, max_tokens_per_pack=max_tokens_per_pack,
-        activation_checkpointing=activation_checkpointing, seed=seed, check=check,  # type: ignore[arg-type]
+        activation_checkpointing=activation_checkpointing, sleep=sleep, seed=seed, check=check,  # type: ignore[arg-type]
         save_every=save_every, output_dir=output_dir, engine=engine,
     )  # fmt: skip
     console = Console(quiet=dist.get_rank() > 0)

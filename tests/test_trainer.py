@@ -4,6 +4,8 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -471,6 +473,39 @@ def test_supervised_steps_teach_a_tiny_model(tmp_path):
     assert tokenizer.decode(tokenizer.encode("90>"), skip_special_tokens=True) == "90>"
     chances = list(fine_tune(model, tokenizer, task, until=0.1, batch_size=16, lr=5e-3))
     assert chances[0] < 0.01 and chances[-1] >= 0.1 and all(c < 0.1 for c in chances[:-1])
+
+
+def test_an_engine_that_sleeps_while_the_trainer_works_changes_no_bit(tiny):
+    """With staleness, so that requests sleep too."""
+    results = []
+    for sleep in (False, True):
+        trainer = Trainer(config_of(tiny, sleep=sleep, staleness=1, steps=2), Digits())
+        seen = []
+        trainer.fit(seen.append)
+        assert all((m["slept_bytes"] == trainer.llm.kv_cache_bytes) == sleep for m in seen)
+        results.append(weights(trainer))
+    assert equal(*results)
+
+
+def test_scoring_a_large_vocabulary_keeps_no_logits(tmp_path):
+    """2,048 tokens x 100,000 entries are 819 MB of logits; scoring and its backward stay far below."""
+    run = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 300e6
+
+
+PEAK = """
+import resource, sys, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from samebits.trainer import exact_model, token_logprobs
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=100_000, **sizes)).save_pretrained(sys.argv[1])
+model = exact_model(sys.argv[1])
+ids = [torch.arange(256) + i for i in range(8)]
+token_logprobs(model, ids[:1])[0].sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.cat(token_logprobs(model, ids)).sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
 
 
 def test_training_needs_a_tokenizer(checkpoint):

@@ -19,7 +19,8 @@ class TrainConfig:
     algorithm: one of `losses.ALGORITHMS`; mode, correction, clip, dual_clip: see `correction.policy_loss` (clip None:
     the algorithm's). kl: "k3" adds kl_coef * KL to the loss, "k1" takes it off the advantages of the tokens before it.
     staleness: groups of so many steps ahead are started early, so that a token is at most so many updates old (0: on
-    policy). filter_uniform: leave out groups of equal rewards. max_tokens_per_pack: a micro-batch's size.
+    policy). filter_uniform: leave out groups of equal rewards. max_tokens_per_pack: a micro-batch's size. sleep: the
+    engine frees its KV cache while the trainer works.
     sampling: its n and seed are set by group_size and seed. chat: prompts go through the chat template.
     check: compare the trainer's log-probs with the rollouts', as bits, and stop on a difference, at "every" step, the
     "first", or never ("off"; the difference is still reported). engine: more keywords of `LLM`. exact=False there is
@@ -50,6 +51,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     max_tokens_per_pack: int = 4096
     activation_checkpointing: bool = False
+    sleep: bool = False
     seed: int = 0
     check: Literal["every", "first", "off"] = "every"
     save_every: int = 0

@@ -92,19 +92,22 @@ class Trainer:
             first = self.steps_done * config.groups_per_step
             ahead = config.staleness * config.groups_per_step
             rollouts = self.worker.collect(first, first + config.groups_per_step, ahead)
-        metrics = self._describe(rollouts)
+            freed = self.llm.sleep() if config.sleep else 0
+        metrics = self._describe(rollouts) | {"slept_bytes": freed}
         with self._timed("train"):
             minibatches = self._minibatches(rollouts)
             old, comparison = self._score(minibatches[1:])
             parts, norms = [], []
             for number, minibatch in enumerate(minibatches):
+                self.optimizer.zero_grad()
                 parts.append(self._backward(minibatch, old, comparison if number == 0 else None))
                 if number == 0:
                     metrics |= self._compare(comparison)
                 if self._has_gradient(minibatch):
                     norms.append(self._update())
-                self.optimizer.zero_grad()
         with self._timed("sync"):
+            if config.sleep:
+                self.llm.wake_up()
             if norms:
                 self.llm.update_weights(self.model)
         self.steps_done += 1
