@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "results" / "tim_lab"
-TASK = "sorting"
+TASK = {"name": "sorting", "length": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 
 PAPER = """\
 The papers' full-size runs, one `samebits train` each. `--no-exact` is the same run without the promise; --algorithm
@@ -69,11 +70,11 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
     from samebits.trainer import TrainConfig, Trainer, make_task
 
     settings = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 512, "dtype": run.dtype}
-    task = make_task(TASK, seed=run.seed)
+    task = make_task(**TASK, seed=run.seed)
     config = TrainConfig(
         model=str(model), dtype=run.dtype, algorithm=run.algorithm, mode=run.mode,
         correction=preset("token_tis") if run.mode == "decoupled" else Correction(), steps=steps,
-        groups_per_step=32, group_size=8, minibatches=2, sampling=SamplingParams(max_tokens=10), lr=3e-4, seed=run.seed,
+        groups_per_step=32, group_size=8, minibatches=2, sampling=SamplingParams(max_tokens=8), lr=5e-4, seed=run.seed,
         check="every" if run.engine == "exact" else "off",
     )  # fmt: skip
     llm = ENGINES[run.engine][1](model, **settings)
@@ -100,8 +101,8 @@ def prepare(out: pathlib.Path) -> pathlib.Path:
         from samebits.trainer import exact_model, make_task, save_weights
         from samebits.trainer.tiny import fine_tune, make_tiny_model
 
-        task, draft = make_task(TASK), out / ".untrained"
-        make_tiny_model(draft, task.alphabet)
+        task, draft = make_task(**TASK), out / ".untrained"
+        make_tiny_model(draft, task.alphabet, **SIZES)
         model = exact_model(draft)
         for chance in fine_tune(model, AutoTokenizer.from_pretrained(draft), task, 0.2):
             print(f"\rsupervised: {chance:.0%} right", end="", flush=True)
