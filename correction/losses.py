@@ -84,13 +84,20 @@ def policy_loss(
 
 
 def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor) -> None:
-    for value, choices in ((mode, Mode), (kind, Kind), (aggregation, Aggregation)):
-        if value not in get_args(choices):
-            raise ValueError(f"{value!r}; choose one of {', '.join(get_args(choices))}")
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"{aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
     if logprobs.current is None:
         raise ValueError("a loss needs the current policy's log-probs")
     if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
         raise ValueError("seq-mean-token-sum-norm needs a divisor, and no other aggregation takes one")
+    check_combination(mode, kind, correction)
+
+
+def check_combination(mode: Mode, kind: Kind, correction: Correction) -> None:
+    """ValueError unless a correction makes sense in this mode and kind of loss."""
+    for value, choices in ((mode, Mode), (kind, Kind)):
+        if value not in get_args(choices):
+            raise ValueError(f"{value!r}; choose one of {', '.join(get_args(choices))}")
     weight = None if correction.weight is None else correction.weight.statistic.ratio
     if mode == "recompute" and (weight is not None or correction.ratios - {"current/old"}):
         raise ValueError("recompute ignores the rollout's log-probs; a correction needs bypass or decoupled")

@@ -78,8 +78,8 @@ def train(
     config = TrainConfig(
         model=str(output_dir / TINY) if tiny else model, dtype=dtype, algorithm=algorithm, mode=mode,  # type: ignore[arg-type]
         correction=preset(correction) if correction else Correction(), kl=kl, kl_coef=kl_coef,  # type: ignore[arg-type]
-        steps=steps, groups_per_step=groups_per_step or (64 if tiny else 16), group_size=group_size,
-        minibatches=minibatches, staleness=staleness, filter_uniform=filter_uniform, chat=chat,
+        steps=steps, groups_per_step=(64 if tiny else 16) if groups_per_step is None else groups_per_step,
+        group_size=group_size, minibatches=minibatches, staleness=staleness, filter_uniform=filter_uniform, chat=chat,
         sampling=SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
         ),
@@ -101,9 +101,9 @@ def train(
         console.print(f"resumed after step {trainer.steps_done}")
     with _Log(output_dir, trainer, console, evaluate_every) as log:
         trainer.fit(log)
+    save_weights(trainer.model, output_dir / "model")
     if trainer.rank == 0:
         plot(output_dir / LOG, output_dir / "curves.png")
-    save_weights(trainer.model, output_dir / "model")
     console.print(f"done: {output_dir}", highlight=False)
 
 

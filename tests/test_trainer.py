@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from samebits import LLM, CheckpointError, NumericsError, SamplingParams
-from samebits.correction import preset
+from samebits.correction import Correction, preset
 from samebits.trainer import ALGORITHMS, TrainConfig, Trainer, advantages, exact_model, make_task, pack, token_logprobs
 from samebits.trainer.checkpoint import checkpoints
 from samebits.trainer.objective import Objective
@@ -282,7 +281,7 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
         before = weights(trainer)
         with pytest.raises(NumericsError, match=r"tokens differ. group \d, prompt '.*': token \d .* log-prob"):
             trainer.step()
-        assert equal(before, weights(trainer)) and not trainer.optimizer.state
+        assert equal(before, weights(trainer)) and trainer.updates_done == 0
 
 
 def test_check_off_reports_the_difference_and_goes_on(tiny):
@@ -339,6 +338,29 @@ def test_equal_rewards_move_nothing(tiny, filter_uniform):
     assert equal(before, weights(trainer))
 
 
+@pytest.mark.parametrize("filter_uniform", [False, True])
+def test_a_checkpoint_before_the_first_update_changes_nothing_and_loads(tiny, tmp_path, filter_uniform):
+    changes = {"filter_uniform": filter_uniform, "output_dir": tmp_path, "steps": 1}
+    first = Trainer(config_of(tiny, **changes), Broken(0.5))
+    first.fit()
+    resumed, plain = Trainer(config_of(tiny, **changes), Digits()), Trainer(config_of(tiny), Digits())
+    assert resumed.load()
+    plain.steps_done = 1
+    plain.worker.restart(3)
+    for trainer in (first, resumed, plain):
+        trainer.worker.task = Digits()
+        assert trainer.step()["updates"] == 1
+    assert equal(weights(first), weights(plain)) and equal(weights(resumed), weights(plain))
+
+
+def test_a_step_may_be_tried_again_after_a_failing_reward(tiny):
+    trainer, plain = Trainer(config_of(tiny), Broken(math.nan)), Trainer(config_of(tiny), Digits())
+    with pytest.raises(RewardError):
+        trainer.step()
+    trainer.worker.task = Digits()
+    assert trainer.step()["reward"] == plain.step()["reward"]
+
+
 def test_a_sequence_longer_than_the_pack_runs_alone(tiny):
     trainer = Trainer(config_of(tiny, max_tokens_per_pack=2), Digits())
     assert trainer.step()["updates"] == 1
@@ -350,7 +372,9 @@ def test_settings_that_contradict_each_other_are_refused(tiny):
         ({"minibatches": 5}, "don't divide"),
         ({"save_every": 1}, "needs an output_dir"),
         ({"sampling": SamplingParams(temperature=0.0)}, "nothing to learn"),
-        ({"correction": replace(preset("token_tis"), denominator="kept")}, "whole update in one pack"),
+        ({"correction": Correction(denominator="kept")}, "whole update in one pack"),
+        ({"max_grad_norm": -1.0}, "must be positive"),
+        ({"correction": preset("token_tis")}, "would count it twice"),
         ({"lr": -1.0}, "must be finite and not negative"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..correction import Correction
+from ..correction.losses import check_combination
 from ..engine import SamplingParams
 from .losses import ALGORITHMS, Algorithm, Mode
 
@@ -69,6 +70,9 @@ class TrainConfig:
         for name in ("staleness", "kl_coef", "warmup", "save_every", "weight_decay", "lr"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive (inf is off), got {self.max_grad_norm}")
+        check_combination(self.mode, self.recipe.kind, self.correction)
         if self.sampling.temperature == 0 and self.group_size > 1:
             raise ValueError("temperature 0 makes all samples of a group equal: nothing to learn")
         if self.groups_per_step * self.group_size % self.minibatches:

@@ -66,6 +66,12 @@ class Trainer:
         )
         params = replace(config.sampling, n=config.group_size, seed=None, output_kind=RequestOutputKind.FINAL_ONLY)
         self.worker = RolloutWorker(self.llm, task, params, config.seed, config.chat)
+        for parameter in self.model.parameters():  # or a checkpoint before the first update would lack them
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         self.steps_done = 0
         self.updates_done = 0
         self._seconds: dict[str, float] = {}
@@ -76,6 +82,11 @@ class Trainer:
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         return shard(exact_model(self.config.model, exact=self.config.engine.get("exact", True)), **policy)
+
+    @property
+    def contract(self) -> Contract:
+        """The computation's: master weights are fp32 whatever it is."""
+        return replace(contract_of(self.model), dtype=self.config.dtype)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +182,7 @@ class Trainer:
     def _compare(self, comparison: Comparison) -> dict[str, float]:
         whole = comparison.reduce()
         if self.config.check == "every" or (self.config.check == "first" and self.steps_done == 0):
-            whole.require_equal(self.llm.contract, contract_of(self.model))
+            whole.require_equal(self.llm.contract, self.contract)
         return {
             "max_difference": whole.worst,
             "mean_difference": whole.total / max(1, whole.tokens),
@@ -251,7 +262,7 @@ class Trainer:
             "updates": self.updates_done,
             "weight_version": self.llm.weight_version,
             "world_size": self.world,
-            "contract": asdict(contract_of(self.model)),
+            "contract": asdict(self.contract),
         }
         save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
 
@@ -266,11 +277,12 @@ class Trainer:
             return False
         state = load_checkpoint(path, self.model, self.optimizer, self._check_contract)
         self.steps_done, self.updates_done = state["step"], state["updates"]
-        if state["weight_version"] > self.llm.weight_version:
-            self.llm.update_weights(self.model, state["weight_version"])
+        version = state["weight_version"]
+        if self.steps_done:  # an engine that was in use before may be ahead
+            self.llm.update_weights(self.model, version if version > self.llm.weight_version else None)
         self.worker.restart(self.steps_done * self.config.groups_per_step)
         return True
 
     def _check_contract(self, state: dict) -> None:
         fields = {f.name for f in dataclasses.fields(Contract)}
-        contract_of(self.model).check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))
+        self.contract.check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))

@@ -73,12 +73,15 @@ class RolloutWorker:
             self._submit(last + ahead)
             wanted = {g for g in range(first, last) if g % self.world == self.rank}
             while not wanted <= self._finished.keys():
+                if not self._running:
+                    raise RuntimeError(f"groups {sorted(wanted - self._finished.keys())} were lost by an earlier error")
                 for output in self.llm.step():
                     if output.finished and output.request_id in self._running:
                         self._finish(output)
             mine = [r for g in sorted(wanted) for r in self._finished.pop(g)]
         except Exception as error:  # the others learn of it, and don't wait
             failure = error
+            self.restart(first)
         gathered: list = [(mine, None)]
         if self.world > 1:
             gathered = [None] * self.world

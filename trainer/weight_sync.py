@@ -51,8 +51,9 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
         model.config.save_pretrained(draft)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(draft)
-        for file in pathlib.Path(model.config._name_or_path).glob("*token*"):
-            shutil.copy(file, draft)
+        for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
+            for file in pathlib.Path(model.config._name_or_path).glob(pattern):
+                shutil.copy(file, draft)
         for file in draft.iterdir():
             sync(file)
         publish(draft, target)
