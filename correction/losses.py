@@ -60,7 +60,7 @@ def policy_loss(
     Raises ValueError where mode, kind and correction don't go together, or log-probs are missing.
     """
     correction = correction or Correction()
-    _check(logprobs, mode, kind, correction, aggregation, divisor)
+    _check(logprobs, mode, kind, correction, aggregation, divisor, clip, dual_clip)
     advantage = valid_advantages(logprobs, advantages)
     assert advantage is not None and logprobs.current is not None
     with torch.no_grad():
@@ -83,7 +83,7 @@ def policy_loss(
     return PolicyLoss(loss, clipped, corrected, log_ratio.detach())
 
 
-def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor) -> None:
+def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor, clip, dual_clip) -> None:
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"{aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
     if logprobs.current is None:
@@ -91,6 +91,16 @@ def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor) -
     if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
         raise ValueError("seq-mean-token-sum-norm needs a divisor, and no other aggregation takes one")
     check_combination(mode, kind, correction)
+    check_clip(clip, dual_clip)
+
+
+def check_clip(clip: tuple[float, float], dual_clip: float | None) -> None:
+    """ValueError unless the ratio's bounds 1 - low and 1 + high, and dual clipping's, make sense."""
+    low, high = clip
+    if not (0 <= low <= 1 and 0 <= high < float("inf")):
+        raise ValueError(f"clip keeps a ratio in [1 - low, 1 + high]: expected 0 <= low <= 1 and high >= 0, got {clip}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip bounds a ratio from above and must exceed 1, got {dual_clip}")
 
 
 def check_combination(mode: Mode, kind: Kind, correction: Correction) -> None:

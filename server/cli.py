@@ -126,20 +126,25 @@ def serve(
 ) -> None:
     """Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
     import logging
+    from concurrent.futures import ThreadPoolExecutor
 
     from ..engine import LLM
     from .auth import Guard
     from .serve import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    llm = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
+    # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
+    # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
+    with ThreadPoolExecutor(1) as loader:
+        llm = loader.submit(
+            LLM,
+            model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        ).result()
     guard = Guard(api_key, admin_key)
     options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
     run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)

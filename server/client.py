@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.transfer import DEFAULT_NAME, WeightGroup, full_tensors, manifest_of
+from ..engine.transfer import DEFAULT_NAME, TensorSpec, WeightGroup, full_tensors, manifest_of
 from ..engine.weights import check_contract
 from ..kernels.contract import Contract
 from .updates import DEFAULT_LABEL
@@ -91,20 +91,33 @@ class Client:
         return [_output(text, [next(found) for _ in range(p.n)], p) for text, p in zip(texts, each, strict=True)]
 
     def update_weights(
-        self, source: nn.Module | Mapping[str, Tensor], version: int | str | None = None, address: str = "127.0.0.1"
+        self,
+        source: nn.Module | Mapping[str, Tensor],
+        version: int | str | None = None,
+        address: str | None = None,
     ) -> int | str:
         """Sends all weights over a process group and returns the version that is then in force.
 
         source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
-        server reaches this process. The first call makes the group; a failure closes it, and the next makes another.
-        Raises ServerError, TransferError or NumericsError; the server then serves the old weights on.
+        server reaches this process; by default the interface that leads to the server. The first call makes the group;
+        a failure closes it, and the next makes another. Raises ServerError, TransferError or NumericsError; the server
+        then serves the old weights on.
         """
         if isinstance(source, nn.Module):
             check_contract(source, self.contract)
             source = source.state_dict()
-        specs = manifest_of(source)
+        return self.send_weights(manifest_of(source), full_tensors(source), version, address)
+
+    def send_weights(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int | str | None = None,
+        address: str | None = None,
+    ) -> int | str:
+        """As `update_weights`, for tensors that are made one after another."""
         if self._group is None or not self._group.usable:
-            self._group = self._join(address)
+            self._group = self._join(address or self._own_address())
         body = {
             "names": [s.name for s in specs],
             "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
@@ -113,9 +126,15 @@ class Client:
             "weight_version": None if version is None else str(version),
         }
         with _Meanwhile(self.post, "/update_weights_from_distributed", body) as reply:
-            self._group.send(full_tensors(source), specs, BUCKET_BYTES)
+            self._group.send(tensors, specs, BUCKET_BYTES)
         reply.result()
         return self.weight_version
+
+    def _own_address(self) -> str:
+        url = self._http.base_url
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        with socket.create_connection((url.host, port), self.timeout) as connection:
+            return connection.getsockname()[0]
 
     def _join(self, address: str) -> WeightGroup:
         with socket.socket() as s:

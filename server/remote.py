@@ -9,8 +9,10 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from ..engine import RequestOutput, SamplingParams
-from ..engine.transfer import full_tensors
+from ..engine.transfer import full_tensors, manifest_of
+from ..engine.weights import check_contract
 from ..model.checkpoint import resolve
+from ..trainer.fsdp import together
 from .client import Client
 
 
@@ -51,24 +53,34 @@ class RemoteEngine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def update_weights(self, source: nn.Module, version: int | None = None) -> int:
+        if self.contract is not None:
+            check_contract(source, self.contract)
+        state = source.state_dict()
+        tensors = full_tensors(state)
         found = [0]
-        if dist.get_rank() == 0:
-            found = [int(self.client.update_weights(source, version))]
-        else:
-            for _ in full_tensors(source.state_dict()):
-                pass
+        with together():
+            try:
+                if dist.get_rank() == 0:
+                    found = [int(self.client.send_weights(manifest_of(state), tensors, version))]
+            finally:
+                for _ in tensors:  # every rank takes part in gathering every tensor, also of one that failed
+                    pass
         dist.broadcast_object_list(found, 0)
         self.weight_version = found[0]
         return self.weight_version
 
     def sleep(self) -> int:
-        """Frees the server's KV cache; rank 0 asks for it."""
-        return self.client.post("/sleep?mode=keep")["freed_bytes"] if dist.get_rank() == 0 else 0
+        """Frees the server's KV cache; rank 0 asks for it, when all have their rollouts."""
+        freed = 0
+        with together():
+            if dist.get_rank() == 0:
+                freed = self.client.post("/sleep?mode=keep")["freed_bytes"]
+        return freed
 
     def wake_up(self) -> None:
-        if dist.get_rank() == 0:
-            self.client.post("/wake_up")
-        dist.barrier()
+        with together():
+            if dist.get_rank() == 0:
+                self.client.post("/wake_up")
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

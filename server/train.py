@@ -52,6 +52,9 @@ def train(
     engine_url: Annotated[
         str | None, typer.Option(help="A `samebits serve` of the same model, instead of an engine in this process.")
     ] = None,
+    engine_key: Annotated[
+        str | None, typer.Option(help="That server's admin key.", envvar="SAMEBITS_ADMIN_KEY")
+    ] = None,
     exact: Annotated[bool, typer.Option(help="--no-exact: torch's own ops on both sides, a control.")] = True,
     check: Annotated[str, typer.Option(help="Compare bits at 'every' step, the 'first', or 'off'.")] = "every",
     supervise_until: Annotated[
@@ -71,6 +74,11 @@ def train(
 
     init_process_group()
     problems = make_task(task, **({"verifier": verifier} if task.endswith(".jsonl") else {}), seed=seed)
+    if evaluate_every:
+        try:
+            problems.problem(0, "validation")
+        except ValueError as error:
+            raise ValueError(f"{error}; --evaluate-every 0 trains without validation") from error
     engine: dict[str, Any] = {"exact": exact}
     if kv_cache_gib is not None:
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -95,7 +103,7 @@ def train(
         from .client import Client
         from .remote import RemoteEngine
 
-        llm = RemoteEngine(Client(engine_url), config.model)
+        llm = RemoteEngine(Client(engine_url, key=engine_key), config.model)
     trainer = Trainer(config, problems, llm)
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")
@@ -110,15 +118,17 @@ def train(
 def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) -> None:
     """Rank 0 makes the model, unless a run to resume has made it; the others wait."""
     import torch.distributed as dist
+    from transformers import AutoTokenizer
 
-    if dist.get_rank() == 0 and not (folder / "config.json").exists():
-        from transformers import AutoTokenizer
+    from ..trainer import exact_model, save_weights
+    from ..trainer.fsdp import together
+    from ..trainer.tiny import fine_tune, make_tiny_model
 
-        from ..trainer import exact_model, save_weights
-        from ..trainer.tiny import fine_tune, make_tiny_model
-
-        if not hasattr(task, "alphabet"):
-            raise ValueError("a tiny model is for the built-in tasks; give --model a checkpoint")
+    if not hasattr(task, "alphabet"):
+        raise ValueError("a tiny model is for the built-in tasks; give --model a checkpoint")
+    with together():
+        if dist.get_rank() > 0 or (folder / "config.json").exists():
+            return
         draft = folder.with_name(f".{folder.name}.untrained")
         make_tiny_model(draft, task.alphabet, seed)
         model, tokenizer = exact_model(draft), AutoTokenizer.from_pretrained(draft)
@@ -127,7 +137,6 @@ def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) ->
             for number, chance in enumerate(lessons, 1):
                 status.update(f"learning from solved problems: step {number}, {chance:.0%} right")
         save_weights(model, folder)
-    dist.barrier()
 
 
 class _Log:
@@ -163,12 +172,12 @@ class _Log:
 
 def live_line(m: dict[str, float]) -> str:
     """One step in one line."""
-    difference = m.get("max_difference", 0.0)
-    color = "red" if difference else "green"
+    difference = f"{m['max_difference']:.3g}" if m["compared_tokens"] else "not compared"
+    color = "red" if m["max_difference"] else "green"
     text = (
         f"step {m['step']:4.0f}  v{m['version']:<4.0f} reward {m['reward']:.3f}  length {m['length']:6.1f}  "
         f"entropy {m.get('entropy', 0.0):.3f}  grad {m['grad_norm']:.2e}  "
-        f"[{color}]max|rollout - trainer| {difference:.3g}[/{color}]  "
+        f"[{color}]max|rollout - trainer| {difference}[/{color}]  "
         f"{m['rollout_tokens_per_second']:6.0f} + {m['train_tokens_per_second']:6.0f} tok/s"
     )
     if m["max_staleness"]:

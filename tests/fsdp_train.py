@@ -1,9 +1,11 @@
-"""Run by torchrun: one step of a trainer, its rollouts and gradients; or a run in which one rank dies."""
+"""Run by torchrun: one step of a trainer, its rollouts and gradients; or a run in which a rank dies or fails."""
 
+import errno
 import os
 import pathlib
 import signal
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,22 +16,25 @@ from samebits.trainer import TrainConfig, Trainer, make_task, save_weights
 
 
 def main(job_file: str, out_file: str) -> None:
-    job = torch.load(job_file)
-    config = TrainConfig(
-        model=job["model"], groups_per_step=5, group_size=4, lr=1e-3, sampling=SamplingParams(max_tokens=9),
-        max_tokens_per_pack=60, engine={"kv_cache_memory_bytes": 2**21}, steps=4, algorithm="dapo",
-        output_dir=pathlib.Path(job["output_dir"]), save_every=1,
-    )  # fmt: skip
+    job = torch.load(job_file, weights_only=False)
+    base = {
+        "model": job["model"], "groups_per_step": 5, "group_size": 4, "lr": 1e-3,
+        "sampling": SamplingParams(max_tokens=9), "max_tokens_per_pack": 60, "steps": 4, "algorithm": "dapo",
+        "engine": {"kv_cache_memory_bytes": 2**21}, "output_dir": pathlib.Path(job["output_dir"]), "save_every": 1,
+    }  # fmt: skip
+    config = TrainConfig(**base | job["changes"])
+    if job["action"] != "step":
+        ACTIONS[job["action"]](config, out_file)
+        return
     llm = RemoteEngine(Client(job["engine_url"]), config.model) if job["engine_url"] else None
     trainer = Trainer(config, make_task("arithmetic"), llm)
-    if job["kill_at"] is not None:
-        fit_and_die(trainer, job["kill_at"])
     gradients, rollouts = [], []
     collect, update = trainer.worker.collect, trainer._update
 
     def seen(*args):
-        rollouts.extend(collect(*args))
-        return rollouts
+        found = collect(*args)
+        rollouts.extend(found)
+        return found
 
     def kept():
         gradients.extend(p.grad.full_tensor().clone() for p in trainer.model.parameters())
@@ -54,17 +59,75 @@ def main(job_file: str, out_file: str) -> None:
     dist.destroy_process_group()
 
 
-def fit_and_die(trainer: Trainer, step: int) -> None:
+def fit_and_die(config: TrainConfig, out_file: str) -> None:
+    """Rank 1 is killed in the third step."""
+    trainer = Trainer(config, make_task("arithmetic"))
     backward = trainer._backward
 
     def dying(*args):
-        if trainer.steps_done == step and trainer.rank == 1:
+        if trainer.steps_done == 2 and trainer.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return backward(*args)
 
     trainer._backward = dying
     trainer.task.reward = lambda problem, text: float(len(text) % 2)
     trainer.fit()
+
+
+def fit_in_parts(config: TrainConfig, out_file: str) -> None:
+    """Four steps at once, and two and two: what was logged, and the weights."""
+    found = []
+    for name, stops in (("whole", (4,)), ("parts", (2, 4))):
+        folder = config.output_dir / name
+        log = []
+        for stop in stops:
+            trainer = Trainer(replace(config, output_dir=folder, steps=stop), make_task("arithmetic"))
+            trainer.worker.task.reward = lambda problem, text: sum(map(ord, text)) % 7 / 7
+            assert trainer.load() == (trainer.steps_done > 0)
+            trainer.fit(log.append)
+        validation = trainer.evaluate(3)
+        found.append((log, validation, {n: p.full_tensor().detach() for n, p in trainer.model.named_parameters()}))
+    if trainer.rank == 0:
+        torch.save(found, out_file)
+    dist.barrier()
+
+
+def fail_alone(config: TrainConfig, out_file: str) -> None:
+    """What each rank sees when one alone fails, at several places; it must not wait for the other."""
+    trainer = Trainer(config, make_task("arithmetic"))
+    trainer.task.reward = lambda problem, text: float(len(text) % 2)
+    trainer.fit()
+    seen = []
+
+    def attempt(action) -> None:
+        try:
+            action()
+            seen.append(None)
+        except Exception as error:
+            seen.append(f"{type(error).__name__}: {error}")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    problem = trainer.task.problem
+    if trainer.rank == 1:
+        trainer.task.problem = lambda *args: 1 / 0
+    attempt(lambda: trainer.evaluate(4))
+    attempt(trainer.step)
+    trainer.task.problem = problem
+    fsync, os.fsync = os.fsync, (full if trainer.rank == 0 else os.fsync)
+    attempt(trainer.save)
+    attempt(lambda: save_weights(trainer.model, config.output_dir / "model"))
+    os.fsync = fsync
+    attempt(trainer.step)
+    every: list = [None] * trainer.world
+    dist.all_gather_object(every, seen)
+    if trainer.rank == 0:
+        torch.save(every, out_file)
+    dist.barrier()
+
+
+ACTIONS = {"fit_and_die": fit_and_die, "fit_in_parts": fit_in_parts, "fail_alone": fail_alone}
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from samebits import LLM, CheckpointError, NumericsError, SamplingParams
 from samebits.correction import Correction, preset
 from samebits.trainer import ALGORITHMS, TrainConfig, Trainer, advantages, exact_model, make_task, pack, token_logprobs
 from samebits.trainer.checkpoint import checkpoints
-from samebits.trainer.objective import Objective
+from samebits.trainer.invariant import Comparison
+from samebits.trainer.objective import Objective, report
 from samebits.trainer.rollout import RewardError, Rollout
-from samebits.trainer.tasks import TASKS, JsonlTask, Problem
+from samebits.trainer.tasks import TASKS, JsonlTask, MathGrader, Problem
 from samebits.trainer.tiny import fine_tune, make_tiny_model
 from samebits.trainer.verify import replace_op
 
@@ -146,7 +147,7 @@ def made_up_rollouts(model, seed=0):
             exact = token_logprobs(model, [ids])[0][prompt:]
         mu, pi_old = (exact + 0.3 * torch.randn(length, generator=generator) for _ in range(2))
         versions = torch.zeros(length, dtype=torch.long)
-        result.append(Rollout(group, Problem("", ""), ids[:prompt], ids[prompt:], mu, versions, "stop", "", 0.0))
+        result.append(Rollout(group, Problem("", ""), ids[:prompt], ids[prompt:], mu, versions, "stop", 0.0))
         old.append(pi_old)
     return result, old
 
@@ -227,15 +228,23 @@ def test_k1_is_taken_off_the_advantages_of_all_tokens_before_it(tiny):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "bypass", "decoupled"])
-def test_on_policy_every_ratio_of_the_first_update_is_exactly_one(tiny, mode):
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_on_policy_every_ratio_of_the_first_update_is_exactly_one(tiny, mode, minibatches):
     correction = preset("none") if mode == "recompute" else preset("token_tis") if mode == "decoupled" else None
     changes = {} if correction is None else {"correction": correction}
-    trainer = Trainer(config_of(tiny, mode=mode, minibatches=1, **changes), Digits())
+    trainer = Trainer(config_of(tiny, mode=mode, minibatches=minibatches, **changes), Digits())
+    found = []
+    backward = trainer._backward
+    trainer._backward = lambda *args: found.append(backward(*args)) or found[-1]
     metrics = trainer.step()
-    assert metrics["max_difference"] == 0 and metrics["compared_tokens"] > 30
+    assert metrics["max_difference"] == 0 and metrics["compared_tokens"] > 30 and metrics["updates"] == minibatches
+    first = report(found[0])
     for name in ("clipped", "k1", "k3", "contribution_positive", "contribution_negative"):
-        assert metrics[name] == 0, name
-    assert metrics["correction/weight_mean"] == 1 and metrics["updates"] == 1
+        assert first[name] == 0, name
+    assert first["correction/weight_mean"] == 1
+    assert metrics["k1"] == metrics["k3"] == 0, "of the whole batch: old log-probs are the rollouts'"
+    if minibatches > 1:
+        assert metrics["contribution_positive"] != 0, "later updates are off policy"
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -291,6 +300,65 @@ def test_check_off_reports_the_difference_and_goes_on(tiny):
         trainer.llm._runner.model.model.norm.weight *= 1.01
     metrics = trainer.step()
     assert metrics["max_difference"] > 0 and metrics["updates"] == 1
+
+
+def test_check_first_compares_until_it_has_compared(tiny):
+    trainer = Trainer(config_of(tiny, check="first"), Digits())
+    trainer.step()
+    with torch.no_grad():
+        trainer.llm._runner.model.model.norm.weight *= 1.01
+    assert trainer.step()["max_difference"] > 0
+    trainer = Trainer(config_of(tiny, check="first", filter_uniform=True), Broken(0.5))
+    with torch.no_grad():
+        trainer.llm._runner.model.model.norm.weight *= 1.01
+    with pytest.raises(NumericsError, match="tokens differ"):
+        trainer.step()  # nothing to train on; compared all the same
+
+
+def test_filtered_sequences_are_compared_and_the_rest_makes_equal_updates(tiny):
+    class Partly(Digits):
+        def reward(self, problem, text):
+            return 0.0 if problem.prompt.startswith("00") else super().reward(problem, text)
+
+    trainer = Trainer(config_of(tiny, filter_uniform=True, minibatches=2), Partly())
+    sizes = []
+    backward = trainer._backward
+    trainer._backward = lambda *args: sizes.append(len(args[0].rollouts)) or backward(*args)
+    metrics = trainer.step()
+    assert sizes == [4, 4] and metrics["updates"] == 2
+    assert metrics["compared_tokens"] == 12 * metrics["length"]
+
+
+def test_nan_is_a_difference(tiny):
+    comparison = Comparison()
+    rollout = Rollout(0, Problem("p", "a"), [1], [2, 3], torch.tensor([-1.0, math.nan]), torch.zeros(2), "stop", 0.0)
+    comparison.see(rollout, torch.tensor([-1.0, -1.0]), 0)
+    assert comparison.differing == 1 and comparison.worst > 1e300
+    with pytest.raises(NumericsError, match="1 of 2 tokens differ"):
+        comparison.require_equal(None, Trainer(config_of(tiny), Digits()).contract)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(tiny):
+    trainer = Trainer(config_of(tiny), Digits())
+    before = weights(trainer)
+    backward = trainer._backward
+
+    def poisoned(*args):
+        sums = backward(*args)
+        next(trainer.model.parameters()).grad.mul_(math.nan)
+        return sums
+
+    trainer._backward = poisoned
+    with pytest.raises(FloatingPointError, match="step 0, update 0: the gradient's norm is nan"):
+        trainer.step()
+    assert equal(before, weights(trainer))
+
+
+def test_lr_rises_over_the_warmup(tiny):
+    trainer = Trainer(config_of(tiny, warmup=3, lr=0.1, steps=5), Digits())
+    rates = []
+    trainer.fit(lambda metrics: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
 
 
 def test_the_control_without_the_promise_names_the_contract(tiny):
@@ -376,6 +444,13 @@ def test_settings_that_contradict_each_other_are_refused(tiny):
         ({"max_grad_norm": -1.0}, "must be positive"),
         ({"correction": preset("token_tis")}, "would count it twice"),
         ({"lr": -1.0}, "must be finite and not negative"),
+        ({"clip": (5.0, -3.0)}, "expected 0 <= low <= 1"),
+        ({"clip": (0.2, 0.2), "algorithm": "rloo"}, "doesn't clip"),
+        ({"dual_clip": 0.5}, "must exceed 1"),
+        ({"betas": (0.9, 1.0)}, r"must lie in \[0, 1\)"),
+        ({"group_size": 1}, "group_size must be at least 2"),
+        ({"sampling": SamplingParams(max_tokens=9, detokenize=False)}, "must detokenize"),
+        ({"sampling": SamplingParams(max_tokens=None), "algorithm": "dr_grpo"}, "must set it"),
     ]:
         with pytest.raises(ValueError, match=message):
             config_of(tiny, **changes)
@@ -423,6 +498,23 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(tiny, tmp_pat
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="can't be loaded"):
         Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
+
+
+def test_a_changed_configuration_is_named_when_a_run_resumes(tiny, tmp_path, recwarn):
+    Trainer(config_of(tiny, output_dir=tmp_path, steps=1), Digits()).fit()
+    assert Trainer(config_of(tiny, output_dir=tmp_path, steps=9, check="first"), Digits()).load()
+    assert not [w for w in recwarn if "another configuration" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"another configuration: algorithm 'grpo' -> 'rloo', lr 0\.01 -> 0\.02$"):
+        Trainer(config_of(tiny, output_dir=tmp_path, lr=0.02, algorithm="rloo"), Digits()).load()
+    (tmp_path / "step-000001" / "trainer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"trainer\.json lacks config, contract, step"):
+        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
+
+
+def test_a_new_run_does_not_write_among_the_checkpoints_of_a_longer_one(tiny, tmp_path):
+    Trainer(config_of(tiny, output_dir=tmp_path, steps=2), Digits()).fit()
+    with pytest.raises(ValueError, match=r"step-000002 is of a run that is further: load\(\) it"):
+        Trainer(config_of(tiny, output_dir=tmp_path, steps=1), Digits()).fit()
 
 
 def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
@@ -488,6 +580,14 @@ def test_math_verify_finds_equal_expressions(tmp_path):
     assert task.reward(half, "no idea") == 0
 
 
+def test_math_verify_is_stopped_when_it_takes_too_long(caplog):
+    pytest.importorskip("math_verify")
+    grader = MathGrader(timeout=1.0)
+    assert grader.equal("$4$", "$2^2$")
+    assert not grader.equal("$4$", "$9^{9^{9^9}}$") and "took longer than 1 s" in caplog.text
+    assert grader.equal("$4$", "$2^2$")
+
+
 def test_supervised_steps_teach_a_tiny_model(tmp_path):
     from transformers import AutoTokenizer
 
@@ -541,5 +641,5 @@ def test_a_given_engine_is_used(tiny):
     llm = LLM(tiny, kv_cache_memory_bytes=2**21)
     trainer = Trainer(config_of(tiny), Digits(), llm)
     trainer.step()
-    assert trainer.llm is llm and llm.weight_version == 1
+    assert trainer.llm is llm and llm.weight_version == 2  # 1: the trainer's weights, sent at the start
     assert 0 <= trainer.evaluate(5) <= 1

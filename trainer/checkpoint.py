@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from ..model import CheckpointError
+from .fsdp import together
 
 PREFIX, STATE = "step-", "trainer.json"
 
@@ -34,25 +35,25 @@ def save_checkpoint(
     """
     target, temporary = folder / f"{PREFIX}{step:06}", folder / f".{PREFIX}{step:06}.incomplete"
     first = dist.get_rank() == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
     try:
+        with together():
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)
         dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-        if first:
-            (temporary / STATE).write_text(json.dumps(state, indent=1))
-            sync(temporary / STATE)
-            publish(temporary, target)
-            for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
-    except (dcp.api.CheckpointException, OSError) as error:
+        with together():
+            if first:
+                (temporary / STATE).write_text(json.dumps(state, indent=1))
+                sync(temporary / STATE)
+                publish(temporary, target)
+                for old in checkpoints(folder)[:-keep]:
+                    shutil.rmtree(old)
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
         last = latest(folder)
         survives = f"; {last.name} is still there" if last else ""
         raise OSError(f"could not save {target.name} in {folder}: {_reason(error)}{survives}") from error
-    dist.barrier()
     return target
 
 
@@ -68,7 +69,7 @@ def load_checkpoint(
         check(state)
         tensors = _tensors(model, optimizer)
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
-    except (OSError, ValueError, dcp.api.CheckpointException) as error:
+    except (OSError, ValueError, KeyError, TypeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{path} can't be loaded: {_reason(error)}") from error
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
     set_model_state_dict(model, tensors["model"])
@@ -81,7 +82,11 @@ def _tensors(model: PreTrainedModel, optimizer) -> dict[str, Any]:
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / STATE).is_file())
+    return sorted((p for p in folder.glob(f"{PREFIX}*") if (p / STATE).is_file()), key=step_of)
+
+
+def step_of(checkpoint: pathlib.Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def latest(folder: pathlib.Path) -> pathlib.Path | None:
@@ -101,8 +106,9 @@ def _reason(error: BaseException) -> str:
 def publish(draft: pathlib.Path, target: pathlib.Path) -> None:
     """Gives a finished, synced folder its name; an older one of this name goes when the new one is there."""
     old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    sync(draft)
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
     os.replace(draft, target)
     sync(target.parent)

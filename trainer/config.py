@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import json
 import math
 import pathlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..correction import Correction
-from ..correction.losses import check_combination
+from ..correction.losses import Mode, check_clip, check_combination
 from ..engine import SamplingParams
-from .losses import ALGORITHMS, Algorithm, Mode
+from .losses import ALGORITHMS, Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,17 @@ class TrainConfig:
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive (inf is off), got {self.max_grad_norm}")
         check_combination(self.mode, self.recipe.kind, self.correction)
+        if self.group_size == 1 and self.recipe.baseline in ("group", "group-std", "leave-one-out"):
+            raise ValueError(f"{self.algorithm} compares the samples of a group: group_size must be at least 2")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if self.clip is not None and self.recipe.kind == "reinforce":
+            raise ValueError(f"{self.algorithm} doesn't clip: leave clip None")
+        check_clip(self.clip or self.recipe.clip, self.dual_clip)
+        if not self.sampling.detokenize:
+            raise ValueError("rewards are of texts: sampling must detokenize")
+        if self.sampling.max_tokens is None and self.recipe.aggregation.endswith("-norm"):
+            raise ValueError(f"{self.algorithm} divides by max_tokens: sampling must set it")
         if self.sampling.temperature == 0 and self.group_size > 1:
             raise ValueError("temperature 0 makes all samples of a group equal: nothing to learn")
         if self.groups_per_step * self.group_size % self.minibatches:
@@ -81,6 +93,12 @@ class TrainConfig:
             raise ValueError("a 'kept' denominator or a normalized weight needs a whole update in one pack")
         if self.save_every and self.output_dir is None:
             raise ValueError("save_every needs an output_dir")
+
+    def deciding(self) -> dict[str, Any]:
+        """The fields that a run's results depend on, as JSON has them; the model's path and the engine's size don't."""
+        free = ("model", "steps", "check", "save_every", "keep", "output_dir", "engine", "sleep")
+        fields = {name: value for name, value in asdict(self).items() if name not in free}
+        return json.loads(json.dumps(fields, default=str))
 
     @property
     def recipe(self) -> Algorithm:

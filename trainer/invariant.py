@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +27,8 @@ class Comparison:
         """logprobs: the trainer's, fp32 [T]."""
         fresh = rollout.versions == version
         unequal = (rollout.logprobs != logprobs) & fresh
-        gap = (rollout.logprobs.double() - logprobs.double()).abs()[fresh]
+        gap = (rollout.logprobs.double() - logprobs.double()).abs().nan_to_num(math.inf)
+        gap = torch.where(unequal, gap, 0.0)[fresh]
         self.tokens += len(gap)
         self.total += float(gap.sum())
         self.worst = max(self.worst, float(gap.max()) if len(gap) else 0.0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from ..engine.sampling_params import RequestOutputKind
 from ..engine.weights import check_contract
 from ..kernels.contract import Contract
 from ..model.exact import contract_of, exact_model
-from .checkpoint import latest, load_checkpoint, save_checkpoint
+from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
-from .fsdp import init_process_group, shard
+from .fsdp import init_process_group, shard, together
 from .invariant import Comparison
 from .losses import advantages
 from .objective import Objective, Sums, completion_logprobs, report, total
@@ -45,7 +47,7 @@ class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
     llm: this rank's engine, instead of one made from the configuration: an `LLM`, or the `RemoteEngine` of
-    `samebits.server`, in another process. `load()` resumes.
+    `samebits.server`, in another process. It gets the trainer's weights at once. `load()` resumes.
     """
 
     def __init__(self, config: TrainConfig, task: Task, llm: Any = None):
@@ -56,6 +58,8 @@ class Trainer:
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
             check_contract(self.model, self.llm.contract)
+        if llm is not None:
+            llm.update_weights(self.model)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()
@@ -74,6 +78,7 @@ class Trainer:
             }
         self.steps_done = 0
         self.updates_done = 0
+        self._checked = False
         self._seconds: dict[str, float] = {}
 
     def _load_model(self) -> PreTrainedModel:
@@ -81,7 +86,8 @@ class Trainer:
         if self.config.dtype != "float32":
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        return shard(exact_model(self.config.model, exact=self.config.engine.get("exact", True)), **policy)
+        numerics = {name: self.config.engine[name] for name in ("exact", "linear_route") if name in self.config.engine}
+        return shard(exact_model(self.config.model, **numerics), **policy)
 
     @property
     def contract(self) -> Contract:
@@ -100,27 +106,27 @@ class Trainer:
         config = self.config
         self._seconds = dict.fromkeys(("rollout", "train", "sync"), 0.0)
         with self._timed("rollout"):
-            first = self.steps_done * config.groups_per_step
+            start = self.steps_done * config.groups_per_step
             ahead = config.staleness * config.groups_per_step
-            rollouts = self.worker.collect(first, first + config.groups_per_step, ahead)
+            rollouts = self.worker.collect(start, start + config.groups_per_step, ahead)
             freed = self.llm.sleep() if config.sleep else 0
         metrics = self._describe(rollouts) | {"slept_bytes": freed}
         with self._timed("train"):
-            minibatches = self._minibatches(rollouts)
-            old, comparison = self._score(minibatches[1:])
+            first, *later, left_out = self._minibatches(rollouts)
+            old, comparison = self._score([*later, left_out] if self._must_compare else later)
             parts, norms = [], []
-            for number, minibatch in enumerate(minibatches):
-                self.optimizer.zero_grad()
-                parts.append(self._backward(minibatch, old, comparison if number == 0 else None))
-                if number == 0:
+            for minibatch in (first, *later):
+                parts.append(self._backward(minibatch, old, comparison if minibatch is first else None))
+                if minibatch is first:
                     metrics |= self._compare(comparison)
                 if self._has_gradient(minibatch):
                     norms.append(self._update())
+                self.optimizer.zero_grad()
         with self._timed("sync"):
-            if config.sleep:
-                self.llm.wake_up()
             if norms:
                 self.llm.update_weights(self.model)
+            if config.sleep:
+                self.llm.wake_up()
         self.steps_done += 1
         metrics |= report(self._over_ranks(total(parts))) | {
             "grad_norm": max(norms, default=0.0),
@@ -129,6 +135,7 @@ class Trainer:
         return metrics | self._speed(rollouts)
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[Minibatch]:
+        """Equal parts of what is trained on, one for each update, and last what is left out."""
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
         groups = torch.tensor([r.group for r in rollouts])
         values = advantages(rewards, groups, self.config.recipe.baseline)
@@ -136,10 +143,11 @@ class Trainer:
         if self.config.filter_uniform:
             uniform = {g for g in groups.unique().tolist() if len(rewards[groups == g].unique()) == 1}
             kept = [i for i in kept if rollouts[i].group not in uniform]
-        size = len(rollouts) // self.config.minibatches
+        count = self.config.minibatches
+        bounds = [len(kept) * i // count for i in range(count + 1)]
+        parts = [kept[a:b] for a, b in pairwise(bounds)]
         result = []
-        for start in range(0, len(kept), size):
-            part = kept[start : start + size]
+        for part in (*parts, sorted({*range(len(rollouts))} - {*kept})):
             lengths = [len(rollouts[i].sequence) for i in part]
             packs = pack(lengths, self.config.max_tokens_per_pack, self.world)[self.rank]
             result.append(Minibatch([rollouts[i] for i in part], values[part], packs))
@@ -147,11 +155,11 @@ class Trainer:
 
     @torch.no_grad()
     def _score(self, minibatches: list[Minibatch]) -> tuple[dict[int, Tensor], Comparison]:
-        """The policy's log-probs, before it moves, of what later updates train on: by the rollouts' ids."""
+        """The policy's log-probs before it moves, by the rollouts' ids."""
         old: dict[int, Tensor] = {}
         comparison = Comparison()
         for minibatch in minibatches:
-            for members in minibatch.packs:
+            for members in minibatch.packs if minibatch.rollouts else ():
                 rollouts = [minibatch.rollouts[i] for i in members]
                 logprobs, _ = completion_logprobs(self.model, rollouts, self.config.sampling)
                 self._see(comparison, rollouts, logprobs)
@@ -179,10 +187,15 @@ class Trainer:
         for rollout, values in zip(rollouts, logprobs, strict=True):
             comparison.see(rollout, values.detach(), self.llm.weight_version)
 
+    @property
+    def _must_compare(self) -> bool:
+        return self.config.check == "every" or (self.config.check == "first" and not self._checked)
+
     def _compare(self, comparison: Comparison) -> dict[str, float]:
         whole = comparison.reduce()
-        if self.config.check == "every" or (self.config.check == "first" and self.steps_done == 0):
+        if self._must_compare:
             whole.require_equal(self.llm.contract, self.contract)
+            self._checked = whole.tokens > 0
         return {
             "max_difference": whole.worst,
             "mean_difference": whole.total / max(1, whole.tokens),
@@ -190,14 +203,17 @@ class Trainer:
         }
 
     def _has_gradient(self, minibatch: Minibatch) -> bool:
-        return bool(minibatch.advantages.any()) or self.objective.reference is not None
+        return bool(minibatch.advantages.any()) or bool(minibatch.rollouts and self.objective.reference is not None)
 
     def _update(self) -> float:
         """One optimizer step; the gradient's norm before clipping."""
         found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         if not norm < float("inf"):
-            raise FloatingPointError(f"step {self.steps_done}: the gradient's norm is {norm}; nothing was changed")
+            raise FloatingPointError(
+                f"step {self.steps_done}, update {self.updates_done}: the gradient's norm is {norm}; the weights are "
+                "those before this update"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * min(1.0, (self.updates_done + 1) / (self.config.warmup + 1))
         self.optimizer.step()
@@ -243,12 +259,23 @@ class Trainer:
     # --- a run ------------------------------------------------------------------------------------------------------
 
     def fit(self, on_step: Callable[[dict[str, float]], None] = lambda metrics: None) -> None:
-        """Steps until `config.steps` are done, with checkpoints; `on_step` gets each step's metrics."""
+        """Steps until `config.steps` are done, with checkpoints; `on_step` gets each step's metrics.
+
+        ValueError where `output_dir` holds checkpoints of a run that is further.
+        """
+        self._check_output_dir()
         while self.steps_done < self.config.steps:
-            on_step(self.step())
+            metrics = self.step()
             due = self.config.save_every and self.steps_done % self.config.save_every == 0
             if due or (self.config.output_dir and self.steps_done == self.config.steps):
                 self.save()
+            on_step(metrics)
+
+    def _check_output_dir(self) -> None:
+        with together():
+            newest = latest(self.config.output_dir) if self.config.output_dir else None
+            if newest is not None and step_of(newest) > self.steps_done:
+                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
 
     def evaluate(self, count: int = 256) -> float:
         """Mean reward of greedy answers to `count` validation problems."""
@@ -261,8 +288,8 @@ class Trainer:
             "step": self.steps_done,
             "updates": self.updates_done,
             "weight_version": self.llm.weight_version,
-            "world_size": self.world,
             "contract": asdict(self.contract),
+            "config": self.config.deciding(),
         }
         save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
 
@@ -270,19 +297,27 @@ class Trainer:
         """Resumes from the newest checkpoint in `output_dir`; False without one.
 
         Bit for bit what an uninterrupted run would have done, with the same configuration and number of ranks and with
-        staleness 0 (groups that were on their way start anew). NumericsError for a checkpoint of another contract.
+        staleness 0 (groups that were on their way start anew); a changed configuration is a warning. NumericsError for
+        a checkpoint of another contract.
         """
-        path = latest(self.config.output_dir) if self.config.output_dir else None
-        if path is None:
+        found = [latest(self.config.output_dir) if self.config.output_dir else None]
+        dist.broadcast_object_list(found)  # rank 0 decides
+        if found[0] is None:
             return False
-        state = load_checkpoint(path, self.model, self.optimizer, self._check_contract)
+        state = load_checkpoint(found[0], self.model, self.optimizer, self._check_state)
         self.steps_done, self.updates_done = state["step"], state["updates"]
         version = state["weight_version"]
-        if self.steps_done:  # an engine that was in use before may be ahead
+        if self.updates_done:  # an engine that was in use before may be ahead
             self.llm.update_weights(self.model, version if version > self.llm.weight_version else None)
         self.worker.restart(self.steps_done * self.config.groups_per_step)
         return True
 
-    def _check_contract(self, state: dict) -> None:
+    def _check_state(self, state: dict) -> None:
+        if missing := {"step", "updates", "weight_version", "contract", "config"} - state.keys():
+            raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
         fields = {f.name for f in dataclasses.fields(Contract)}
         self.contract.check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))
+        now, then = self.config.deciding(), state["config"]
+        changed = [f"{name} {then.get(name)!r} -> {now.get(name)!r}" for name in now if now[name] != then.get(name)]
+        if changed and self.rank == 0:
+            warnings.warn(f"the run resumes with another configuration: {', '.join(changed)}", stacklevel=3)

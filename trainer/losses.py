@@ -11,8 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..correction import PolicyLoss, contribution, policy_loss
-from ..correction.losses import Aggregation, Kind, Mode
+from ..correction.losses import Aggregation, Kind
 from ..correction.statistics import CLAMP
 
 Baseline = Literal["none", "group", "group-std", "leave-one-out", "batch-whitened"]
@@ -77,21 +76,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": Algorithm("ppo", "group", "seq-mean-token-sum-norm"),
     "dapo": Algorithm("ppo", "group-std", "token-mean", (0.2, 0.28)),  # without its overlong shaping
     "gspo": Algorithm("gspo", "group-std", "seq-mean-token-mean", (3e-4, 4e-4)),
-    "cispo": Algorithm("cispo", "group-std", "token-mean"),
+    "cispo": Algorithm("cispo", "group-std", "token-mean", (1.0, 0.2)),  # bounded from above alone
     "rloo": Algorithm("reinforce", "leave-one-out", "seq-mean-token-sum"),
     "reinforce": Algorithm("reinforce", "batch-whitened", "token-mean"),
 }
-
-__all__ = [
-    "ALGORITHMS",
-    "Aggregation",
-    "Algorithm",
-    "Baseline",
-    "Kind",
-    "Mode",
-    "PolicyLoss",
-    "advantages",
-    "contribution",
-    "policy_loss",
-    "reference_kl",
-]

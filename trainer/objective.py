@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..correction import LogProbs, Statistic, correction_metrics, policy_loss, summarize
+from ..correction import LogProbs, Statistic, contribution, correction_metrics, policy_loss, summarize
 from ..correction.losses import aggregate
 from ..engine import SamplingParams
 from .config import TrainConfig
 from .logprobs import token_logprobs
-from .losses import contribution, reference_kl
+from .losses import reference_kl
 from .rollout import Rollout
 
 Sums = dict[str, float]
@@ -81,7 +81,7 @@ class Objective:
             penalties = reference_kl(data.old, torch.cat(reference), "k1").split(lengths)  # type: ignore[union-attr,arg-type]
             to_go = [p.flip(0).cumsum(0).flip(0) for p in penalties]
             advantage = advantage - config.kl_coef * torch.cat(to_go)
-        divisor = float(config.sampling.max_tokens or 1) if recipe.aggregation.endswith("-norm") else None
+        divisor = float(config.sampling.max_tokens) if recipe.aggregation.endswith("-norm") else None  # type: ignore[arg-type]
         result = policy_loss(
             data, advantage, config.mode, recipe.kind, config.correction, clip=config.clip or recipe.clip,
             dual_clip=config.dual_clip, aggregation=recipe.aggregation, divisor=divisor, normalizer=normalizer,
@@ -93,7 +93,10 @@ class Objective:
             loss = loss + config.kl_coef * aggregate(
                 kl, kept, data, recipe.aggregation, "original", divisor, normalizer
             )
-        return loss, current, self._sums(data, advantage, entropy, result.clipped)
+        sums = self._sums(data, advantage, entropy, result.clipped)
+        if reference:
+            sums["kl"] = float(reference_kl(tokens.detach(), torch.cat(reference), "k3").double().sum())
+        return loss, current, sums
 
     @torch.no_grad()
     def _sums(self, data: LogProbs, advantage: Tensor, entropy: Tensor, clipped: Tensor) -> Sums:
@@ -113,12 +116,12 @@ class Objective:
 def report(sums: Sums) -> dict[str, float]:
     """Means per token of an update's sums (of all ranks); corrections as `summarize` has them.
 
-    k1, k3: estimators of the mismatch KL(rollout || old). contribution_*: C(r) of current/rollout, by the advantage's
-    sign. Empty without tokens.
+    k1, k3: estimators of the mismatch KL(rollout || old). kl: k3 of the KL to the reference. contribution_*: C(r) of
+    current/rollout, by the advantage's sign. Empty without tokens.
     """
     if not sums:
         return {}
-    own = ("entropy", "clipped", "k1", "k3", "contribution_positive", "contribution_negative")
-    result = {name: sums[name] / sums["tokens"] for name in own}
+    own = ("entropy", "clipped", "k1", "k3", "kl", "contribution_positive", "contribution_negative")
+    result = {name: sums[name] / sums["tokens"] for name in own if name in sums}
     corrected = {name: torch.tensor(value) for name, value in sums.items() if name not in own}
     return result | {f"correction/{name}": value for name, value in summarize(corrected).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..engine import SamplingParams
 from ..engine.outputs import Completion, RequestOutput
+from .fsdp import together
 from .tasks import Problem, Task
 
 
@@ -31,7 +33,6 @@ class Rollout:
     logprobs: Tensor
     versions: Tensor
     finish_reason: str
-    text: str
     reward: float
 
     @property
@@ -67,40 +68,32 @@ class RolloutWorker:
 
         Groups that run ahead go on under whatever weights come: each of their tokens carries its version.
         """
-        failure: Exception | None = None
-        mine: list[Rollout] = []
         try:
-            self._submit(last + ahead)
-            wanted = {g for g in range(first, last) if g % self.world == self.rank}
-            while not wanted <= self._finished.keys():
-                if not self._running:
-                    raise RuntimeError(f"groups {sorted(wanted - self._finished.keys())} were lost by an earlier error")
-                for output in self.llm.step():
-                    if output.finished and output.request_id in self._running:
-                        self._finish(output)
-            mine = [r for g in sorted(wanted) for r in self._finished.pop(g)]
-        except Exception as error:  # the others learn of it, and don't wait
-            failure = error
-            self.restart(first)
-        gathered: list = [(mine, None)]
-        if self.world > 1:
-            gathered = [None] * self.world
-            problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-            dist.all_gather_object(gathered, (mine, problem))
-        if failure is not None:
-            raise failure
-        for rank, (_, problem) in enumerate(gathered):
-            if problem is not None:
-                raise RuntimeError(f"rank {rank} failed: {problem}")
-        rollouts = [r for rollouts, _ in gathered for r in rollouts]
-        return sorted(rollouts, key=lambda r: r.group)  # stable: samples stay in order
+            with together():
+                mine = self._collect(first, last, ahead)
+        except BaseException:
+            self.restart(first)  # so that the step may be tried again
+            raise
+        gathered: list[list[Rollout]] = [[]] * self.world
+        dist.all_gather_object(gathered, mine)
+        return sorted(chain.from_iterable(gathered), key=lambda r: r.group)  # stable: samples stay in order
+
+    def _collect(self, first: int, last: int, ahead: int) -> list[Rollout]:
+        self._submit(last + ahead)
+        wanted = {g for g in range(first, last) if g % self.world == self.rank}
+        while not wanted <= self._finished.keys():
+            for output in self.llm.step():
+                if output.finished and output.request_id in self._running:
+                    self._finish(output)
+        return [r for g in sorted(wanted) for r in self._finished.pop(g)]
 
     def evaluate(self, count: int) -> float:
         """Mean reward of greedy answers to the first `count` validation problems, over all ranks."""
-        problems = [self.task.problem(i, "validation") for i in range(self.rank, count, self.world)]
-        greedy = replace(self.params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        outputs = self.llm.generate([self._prompt(p) for p in problems], greedy, use_tqdm=False)
-        rewards = [self._reward(p, o.completions[0]) for p, o in zip(problems, outputs, strict=True)]
+        with together():
+            problems = [self.task.problem(i, "validation") for i in range(self.rank, count, self.world)]
+            greedy = replace(self.params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+            outputs = self.llm.generate([self._prompt(p) for p in problems], greedy, use_tqdm=False)
+            rewards = [self._reward(p, o.completions[0]) for p, o in zip(problems, outputs, strict=True)]
         total = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total[0] / total[1])
@@ -121,13 +114,13 @@ class RolloutWorker:
         group, problem = self._running.pop(output.request_id)
         rollouts = []
         for c in output.completions:
-            if c.finish_reason == "error":
-                raise RuntimeError(f"the engine failed on {problem.prompt!r}: {c.stop_reason}")
+            if c.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"the engine gave up {problem.prompt!r}: {c.finish_reason}, {c.stop_reason}")
             versions = torch.cat([torch.full((s.end - s.start,), s.version) for s in c.weight_versions])
             rollouts.append(
                 Rollout(
                     group, problem, output.prompt_token_ids, c.token_ids, torch.tensor(c.logprobs), versions,
-                    c.finish_reason or "", c.text or "", self._reward(problem, c),
+                    c.finish_reason, self._reward(problem, c),
                 )
             )  # fmt: skip
         self._finished[group] = rollouts

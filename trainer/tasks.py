@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
+import pathlib
 import random
+import select
+import subprocess
+import sys
+import weakref
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
 
@@ -59,7 +68,7 @@ class Arithmetic(GeneratedTask):
 
     def __init__(self, digits: int = 2, seed: int = 0):
         super().__init__(seed)
-        self.digits = digits
+        self.digits = _at_least(1, digits)
 
     def draw(self, rng: random.Random) -> Problem:
         a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
@@ -73,7 +82,7 @@ class Sorting(GeneratedTask):
 
     def __init__(self, length: int = 6, seed: int = 0):
         super().__init__(seed)
-        self.length = length
+        self.length = _at_least(2, length)
 
     def draw(self, rng: random.Random) -> Problem:
         digits = [rng.choice("0123456789") for _ in range(self.length)]
@@ -87,7 +96,7 @@ class Brackets(GeneratedTask):
 
     def __init__(self, length: int = 10, seed: int = 0):
         super().__init__(seed)
-        self.length = length
+        self.length = _at_least(2, length)
 
     def draw(self, rng: random.Random) -> Problem:
         closing = {"(": ")", "[": "]", "{": "}"}
@@ -113,11 +122,7 @@ class JsonlTask:
         if verifier not in ("exact", "math-verify"):
             raise ValueError(f"verifier {verifier!r}; choose exact or math-verify")
         self.path, self.verifier, self.seed = path, verifier, seed
-        if verifier == "math-verify":
-            try:
-                import math_verify  # noqa: F401
-            except ImportError as error:
-                raise ImportError("the verifier math-verify needs: pip install 'samebits[math]'") from error
+        self._grader = MathGrader() if verifier == "math-verify" else None
         self.problems: dict[str, list[Problem]] = {"train": [], "validation": []}
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -147,13 +152,49 @@ class JsonlTask:
         return problems[_shuffled(len(problems), f"{self.seed}/{split}/{epoch}")[place]]
 
     def reward(self, problem: Problem, text: str) -> float:
-        if self.verifier == "exact":
-            return float(text.strip() == problem.answer.strip())
-        from math_verify import parse, verify
+        if self._grader is not None:
+            return float(self._grader.equal(problem.answer, text))
+        return float(text.strip() == problem.answer.strip())
 
-        # its timeouts use signals, which only the main thread may set
-        found = parse(text, parsing_timeout=None)
-        return float(verify(parse(problem.answer, parsing_timeout=None), found, timeout_seconds=None))
+
+class MathGrader:
+    """math-verify in another process, which is stopped and replaced when an expression takes longer than `timeout`
+    seconds: such an answer is wrong, and a warning in the log."""
+
+    def __init__(self, timeout: float = 10.0):
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("the verifier math-verify needs: pip install 'samebits[math]'")
+        self.timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+
+    def equal(self, answer: str, text: str) -> bool:
+        """Whether the text ends in an expression that equals the answer."""
+        if self._process is None:
+            script = pathlib.Path(__file__).with_name("math_grader.py")
+            command = [sys.executable, "-P", str(script)]  # -P: its neighbours here aren't its modules
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            weakref.finalize(self, self._process.kill)
+            self._ask("1", "1", 60.0)  # loads its libraries
+        found = self._ask(answer, text, self.timeout)
+        if found is None:
+            logger.warning("math-verify took longer than %g s on %.200r, which counts as wrong", self.timeout, text)
+        return bool(found)
+
+    def _ask(self, answer: str, text: str, timeout: float) -> bool | None:
+        """None if it takes too long."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([answer, text]) + "\n")
+        process.stdin.flush()
+        if select.select([process.stdout], [], [], timeout)[0]:
+            if line := process.stdout.readline():
+                return json.loads(line)
+            self._process = None
+            raise RuntimeError(f"math-verify ended with exit code {process.wait()} on {text!r}")
+        process.kill()
+        process.wait()
+        self._process = None
+        return None
 
 
 TASKS = {"arithmetic": Arithmetic, "sorting": Sorting, "brackets": Brackets}
@@ -166,6 +207,12 @@ def make_task(name: str, **options) -> Task:
     if name.endswith(".jsonl"):
         return JsonlTask(name, **options)
     raise ValueError(f"task {name!r}; choose {', '.join(TASKS)} or the path of a .jsonl file")
+
+
+def _at_least(least: int, value: int) -> int:
+    if value < least:
+        raise ValueError(f"a problem needs at least {least}, got {value}")
+    return value
 
 
 @lru_cache(maxsize=4)

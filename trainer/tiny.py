@@ -67,3 +67,4 @@ def fine_tune(
         yield recent
         if recent >= until:
             return
+    raise RuntimeError(f"after {max_steps} supervised steps {recent:.0%} of the answers are right, not {until:.0%}")

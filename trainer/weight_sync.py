@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from ..engine.transfer import full_tensors
 from ..engine.weights import checksum
 from .checkpoint import publish, sync
+from .fsdp import together
 
 FILE_BYTES = 2**30
 
@@ -35,40 +37,43 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     draft = target.with_name(f".{target.name}.incomplete")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
-    if writes:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    places: dict[str, str] = {}
-    for number, tensors in enumerate(_files(model, max_file_bytes), 1):
+    alike = together if sharded else nullcontext
+    with alike():
         if writes:
-            name = f"model-{number:05}.safetensors"
-            sums = {n: checksum([t]) for n, t in tensors.items()}
-            save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
-            places |= dict.fromkeys(tensors, name)
-    if writes:
-        index = {"metadata": {}, "weight_map": places}
-        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        model.config.save_pretrained(draft)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(draft)
-        for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
-            for file in pathlib.Path(model.config._name_or_path).glob(pattern):
-                shutil.copy(file, draft)
-        for file in draft.iterdir():
-            sync(file)
-        publish(draft, target)
-    if sharded:
-        dist.barrier()
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+    places: dict[str, str] = {}
+    for number, tensors in enumerate(_files(model, max_file_bytes, writes), 1):
+        with alike():
+            if writes:
+                name = f"model-{number:05}.safetensors"
+                sums = {n: checksum([t]) for n, t in tensors.items()}
+                save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
+                places |= dict.fromkeys(tensors, name)
+    with alike():
+        if writes:
+            index = {"metadata": {}, "weight_map": places}
+            (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            model.config.save_pretrained(draft)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(draft)
+            for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
+                for file in pathlib.Path(model.config._name_or_path).glob(pattern):
+                    shutil.copy(file, draft)
+            for file in draft.iterdir():
+                sync(file)
+            publish(draft, target)
 
 
-def _files(model: PreTrainedModel, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The parameters, tied ones once, in runs of at most `max_bytes`."""
+def _files(model: PreTrainedModel, max_bytes: int, keep: bool) -> Iterator[dict[str, Tensor]]:
+    """The parameters, tied ones once, in runs of at most `max_bytes`; keep=False: only takes part in gathering them."""
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, tensor in full_tensors(dict(model.named_parameters())):
-        if tensors and size + tensor.nbytes > max_bytes:
+        if size and size + tensor.nbytes > max_bytes:
             yield tensors
             tensors, size = {}, 0
-        tensors[name] = tensor.detach().cpu().contiguous()
+        if keep:
+            tensors[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     yield tensors

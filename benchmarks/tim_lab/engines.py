@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
-from samebits import LLM
+from samebits import LLM, Completion, RequestOutput, SamplingParams
+from samebits.engine import VersionSpan
 from samebits.engine.transfer import full_tensors
 
 
@@ -41,6 +49,60 @@ class NoisyLogits(LLM):
             return logits + epsilon * (2 * noise - 1)
 
         self._runner.model.get_output_embeddings().register_forward_hook(perturb)
+
+
+class VLLM:
+    """vLLM's CPU build in a process of its own, with what `RemoteEngine` asks of a client."""
+
+    contract = None  # its numerics are its own
+
+    def __init__(self, model: str | os.PathLike, dtype: str):
+        script = pathlib.Path(__file__).with_name("vllm_process.py")
+        command = [os.environ["VLLM_PYTHON"], str(script), str(model), dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self.weight_version = 0
+        self._reply()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        keywords = [
+            {"n": p.n, "temperature": p.temperature, "max_tokens": p.max_tokens, "seed": (p.seed or 0) % 2**63}
+            for p in each
+        ]
+        replies = self._ask({"prompts": [list(ids) for ids in prompts], "params": keywords})
+        return [
+            RequestOutput("", None, list(ids), [self._completion(i, s) for i, s in enumerate(samples)], None, True)
+            for ids, samples in zip(prompts, replies, strict=True)
+        ]
+
+    def _completion(self, index: int, sample: dict) -> Completion:
+        spans = [VersionSpan(self.weight_version, 0, len(sample["token_ids"]))]
+        text = self._tokenizer.decode(sample["token_ids"], skip_special_tokens=True)
+        return Completion(
+            index, sample["token_ids"], sample["logprobs"], sample["finish_reason"], None, spans, text=text
+        )
+
+    def send_weights(self, specs, tensors: Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            state = {name: tensor.detach().contiguous() for name, tensor in tensors}
+            save_file(state, pathlib.Path(folder) / "model.safetensors", {"format": "pt"})
+            self._ask({"weights": folder})
+        self.weight_version = self.weight_version + 1 if version is None else version
+        return self.weight_version
+
+    def _ask(self, request: dict):
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._reply()
+
+    def _reply(self):
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM's process ended with exit code {self._process.wait()}")
+        return json.loads(line)
 
 
 def to_int8(weight: Tensor) -> Tensor:

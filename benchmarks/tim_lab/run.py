@@ -77,10 +77,7 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
         groups_per_step=32, group_size=8, minibatches=2, sampling=SamplingParams(max_tokens=8), lr=5e-4, seed=run.seed,
         check="every" if run.engine == "exact" else "off",
     )  # fmt: skip
-    llm = ENGINES[run.engine][1](model, **settings)
-    trainer = Trainer(config, task, llm)
-    if run.engine != "exact":
-        llm.update_weights(trainer.model)  # the first rollouts are of this engine's numerics too
+    trainer = Trainer(config, task, ENGINES[run.engine][1](model, **settings))
     rows = []
     start = time.perf_counter()
     while trainer.steps_done < steps:
