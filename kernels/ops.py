@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -37,6 +38,7 @@ class _NoContext:
         pass
 
 
+@cache
 def backend(device: torch.device) -> ModuleType:
     """The kernels for a device. Raises NotImplementedError where there are none."""
     if device.type == "cpu":
@@ -56,6 +58,9 @@ class PackedWeight:
     panels: Tensor
     features: int
 
+    def __post_init__(self) -> None:
+        self.memory = backend(self.panels.device).storage(self.panels)  # as the kernels take it
+
     @classmethod
     def pack(cls, weight: Tensor) -> PackedWeight:
         return cls(backend(weight.device).pack(weight.detach()), weight.shape[0])
@@ -70,7 +75,7 @@ def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, rout
     x = x.detach().float().contiguous()
     bias = None if bias is None else bias.detach().float()
     if isinstance(weight, PackedWeight):
-        return backend(x.device).linear_packed(x, [(weight.panels, weight.features, bias)])[0]
+        return backend(x.device).linear_packed(x, [(weight.memory, weight.features, bias)])[0]
     weight = weight.detach().float()
     if route != "fma":
         return F.linear(x, weight, bias)
@@ -117,7 +122,7 @@ def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None])
     rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
     wide = [None if b is None else b.detach().float() for b in biases]
     outs = backend(x.device).linear_packed(
-        rows, [(w.panels, w.features, b) for w, b in zip(weights, wide, strict=True)]
+        rows, [(w.memory, w.features, b) for w, b in zip(weights, wide, strict=True)]
     )
     return [out.to(x.dtype).view(*x.shape[:-1], -1) for out in outs]
 

@@ -6,6 +6,7 @@ from tqdm import tqdm
 
 from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
 from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary_tables
+from .jit import storage
 from .linear import linear_packed, linear_resume, linear_unpacked, pack, packed_rows
 from .sampling import distribution
 
@@ -19,7 +20,7 @@ def warm_up(dtype: torch.dtype) -> None:
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
     draw = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     calls = (
-        lambda: linear_packed(x, [(pack(x.to(dtype)), 1, None)]),
+        lambda: linear_packed(x, [(storage(pack(x.to(dtype))), 1, None)]),
         lambda: linear_unpacked(x, x, None),
         lambda: rms_norm(x, x[0], 1e-5),
         lambda: gated_activation(x, x, "silu"),
@@ -46,6 +47,7 @@ __all__ = [
     "packed_rows",
     "rms_norm",
     "rotary_tables",
+    "storage",
     "warm_up",
     "work_items",
     "write_kv",

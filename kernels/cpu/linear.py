@@ -90,13 +90,13 @@ def _start(bias: torch.Tensor | None) -> np.ndarray:
     return _NO_BIAS if bias is None else storage(bias)
 
 
-def linear_packed(x: torch.Tensor, weights: list[tuple[torch.Tensor, int, torch.Tensor | None]]) -> list[torch.Tensor]:
+def linear_packed(x: torch.Tensor, weights: list[tuple[np.ndarray, int, torch.Tensor | None]]) -> list[torch.Tensor]:
     """fp32 [rows, features] = bias + x @ weight.T for each of up to three weights, in one launch.
 
-    x [rows, depth] fp32; weights: (panels from `pack` in fp32 or bf16, features, bias fp32 or None).
+    x [rows, depth] fp32; weights: (`storage` of panels from `pack`, features, bias fp32 or None).
     """
     outs = [x.new_empty(x.shape[0], features) for _, features, _ in weights]
-    panels = [storage(p) for p, _, _ in weights]
+    panels = [p for p, _, _ in weights]
     none = 3 - len(weights)
     _linear_packed(
         x.numpy(), *panels, *[panels[0][:0]] * none,
