@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-DTYPES = {"cpu": (torch.float32, torch.bfloat16)}
+DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16)}
 EXACT_ROUTES = ("fma", "mkl")  # and "torch", whose bits depend on the batch
 
 

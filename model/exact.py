@@ -130,7 +130,7 @@ def check_config(config) -> None:
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(f"model type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("quantised weights; load a checkpoint in float32 or bfloat16")
+        raise UnsupportedModelError("quantised weights; load a checkpoint in float32, bfloat16 or float16")
     rope = config.rope_parameters.get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise UnsupportedModelError(f"rope type {rope!r} changes with the batch; supported: {', '.join(ROPE_TYPES)}")
@@ -224,7 +224,7 @@ def exact_model(
 ) -> PreTrainedModel:
     """A HF causal LM on `device` whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
-    name: local directory, hub id or "smollm2". dtype: "float32" or "bfloat16" on a CPU. linear_route: "fma" or "mkl"
+    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". linear_route: "fma" or "mkl"
     (see `ops.linear`). exact=False: torch's own ops, for comparison.
 
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that

@@ -23,7 +23,7 @@ console = Console()
 app.command()(train)
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
-DType = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Seed = Annotated[int | None, typer.Option(help="Fixes the random numbers.")]
@@ -117,7 +117,7 @@ def serve(
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and completion.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that a step may run.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that a step may compute.")] = 512,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that a step may compute.")] = 256,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,

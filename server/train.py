@@ -43,7 +43,7 @@ def train(
     warmup: Annotated[int, typer.Option(help="Updates until lr is reached.")] = 0,
     kl_coef: Annotated[float, typer.Option(help="Weight of the KL to the initial model.")] = 0.0,
     kl: Annotated[str, typer.Option(help="k3 (in the loss) or k1 (in the advantages).")] = "k3",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; master weights are float32.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; master weights are float32.")] = "float32",
     chat: Annotated[bool, typer.Option(help="Put prompts through the chat template.")] = False,
     activation_checkpointing: Annotated[bool, typer.Option()] = False,
     sleep: Annotated[bool, typer.Option(help="The engine frees its KV cache while the trainer works.")] = False,

@@ -34,14 +34,10 @@ def main(job_file: str, out_file: str) -> None:
     rank = dist.get_rank()
     job = torch.load(job_file)
     torch.set_num_threads(job["threads"])
-    bf16 = job["dtype"] == "bfloat16"
     model = exact_model(job["path"], "float32" if job["master"] else job["dtype"])
-    policy = (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-        if bf16 and job["master"]
-        else {}
-    )
-    model = shard(model, **policy)
+    dtype = getattr(torch, job["dtype"])
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = shard(model, **({"mp_policy": policy} if job["master"] else {}))
     if job["checkpointing"]:
         model.gradient_checkpointing_enable()
         model.train()

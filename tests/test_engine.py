@@ -1141,9 +1141,9 @@ def test_what_only_the_engine_can_check_of_the_sampling_params_is_refused(llm):
 BAD_SETTINGS = [
     ({"tensor_parallel_size": 2}, TypeError, "tensor_parallel_size"),
     ({"max_num_seq": 5}, TypeError, "max_num_seq"),
-    ({"dtype": "float16"}, ValueError, r"float16 is not supported on cpu; supported: float32, bfloat16"),
-    ({"dtype": "int8"}, ValueError, "supported: float32, bfloat16"),
-    ({"dtype": "nonsense"}, ValueError, "supported: float32, bfloat16"),
+    ({"dtype": "float64"}, ValueError, r"float64 is not supported on cpu; supported: float32, bfloat16, float16"),
+    ({"dtype": "int8"}, ValueError, "supported: float32, bfloat16, float16"),
+    ({"dtype": "nonsense"}, ValueError, "supported: float32, bfloat16, float16"),
     ({"device": "meta"}, NotImplementedError, "no kernels for device 'meta'; supported: cpu"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be positive"),
     ({"max_num_batched_tokens": -5}, ValueError, "max_num_batched_tokens must be positive"),

@@ -34,7 +34,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
 @pytest.mark.parametrize(("features", "depth"), SHAPES)
 def test_linear_row_is_the_same_bits_in_every_batch_and_layout(features, depth, dtype, threads):
     x, weight, bias = wide(37, depth), wide(features, depth, seed=1).to(dtype), torch.randn(features).to(dtype)
@@ -126,13 +126,13 @@ def dense_attention(q, k, v, scale, window):
     ("heads", "kv_heads", "dim", "window"),
     [(9, 3, 64, 0), (5, 1, 20, 0), (4, 2, 80, 50), (4, 4, 16, 7), (30, 1, 16, 0)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
 def test_attention_in_any_chunks_and_pages_is_the_same_bits(heads, kv_heads, dim, window, dtype, threads):
     length, scale = 150, dim**-0.5
     q, k, v = torch.randn(length, heads, dim), torch.randn(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
     q, k, v = (t.to(dtype) for t in (q, k, v))
     whole = ops.attention(q, k, v, ops.PagedLayout.packed([length], heads // kv_heads, q.device), scale, window)
-    budget = 1e-6 if dtype == torch.float32 else 2.0**-8
+    budget = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     exact = dense_attention(q.float(), k.float(), v.float(), scale, window)
     assert ((whole.double() - exact).abs() <= budget * (1 + exact.abs()) * 4).all()
     rng = np.random.default_rng(0)
@@ -242,7 +242,7 @@ q, k, v = (torch.randn(45, h, 20, generator=g) for h in (6, 2, 2))
 layout = ops.PagedLayout.packed([45], 3, q.device)
 tables = ops.rotary_tables(torch.arange(99), n.abs(), 1.0)
 p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
-outs = [ops.linear(x, w), ops.linear(x, w.bfloat16()), ops.rms_norm(x, n, 1e-5), ops.attention(q, k, v, layout, 0.2),
+outs = [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES["cpu"]), ops.rms_norm(x, n, 1e-5), ops.attention(q, k, v, layout, 0.2),
         ops.gated_activation(x, x, "silu"), *tables, *ops.token_logprobs(x, w, None, torch.arange(21), p)]
 digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in outs)).hexdigest()
 print(json.dumps([LANES, digest]))

@@ -87,7 +87,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
     return [results[i] for i in ids], llm
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     path = checkpoint(family)

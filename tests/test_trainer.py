@@ -255,6 +255,7 @@ def test_on_policy_every_ratio_of_the_first_update_is_exactly_one(tiny, mode, mi
     [
         {"minibatches": 2, "kl_coef": 0.1},
         {"dtype": "bfloat16", "activation_checkpointing": True},
+        {"dtype": "float16", "minibatches": 2},
         {"algorithm": "rloo", "mode": "decoupled", "correction": preset("token_tis"), "filter_uniform": True},
         {"sampling": SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, min_p=0.01), "algorithm": "gspo"},
     ],
@@ -352,6 +353,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny):
     with pytest.raises(FloatingPointError, match="step 0, update 0: the gradient's norm is nan"):
         trainer.step()
     assert equal(before, weights(trainer))
+
+
+def test_fp16_scales_the_loss_as_far_as_gradients_allow(tiny, monkeypatch):
+    monkeypatch.setattr("samebits.trainer.loop.LOSS_SCALE_GROWTH", 2)
+    plain = Trainer(config_of(tiny, dtype="float16"), Digits())
+    high = Trainer(config_of(tiny, dtype="float16"), Digits())
+    high.loss_scale = 2.0**60  # beyond fp16, whatever the gradient
+    metrics = [t.step() for t in (plain, high)]
+    assert 1 < metrics[1]["loss_scale"] < 2.0**60 and metrics[0]["updates"] == metrics[1]["updates"] == 1
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.01)
+    assert all(m["max_difference"] == 0 for m in metrics)
+    before = plain.loss_scale
+    assert plain.step()["loss_scale"] == 2 * before
 
 
 def test_lr_rises_over_the_warmup(tiny):
@@ -507,7 +521,7 @@ def test_a_changed_configuration_is_named_when_a_run_resumes(tiny, tmp_path, rec
     with pytest.warns(UserWarning, match=r"another configuration: algorithm 'grpo' -> 'rloo', lr 0\.01 -> 0\.02$"):
         Trainer(config_of(tiny, output_dir=tmp_path, lr=0.02, algorithm="rloo"), Digits()).load()
     (tmp_path / "step-000001" / "trainer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"trainer\.json lacks config, contract, step"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json lacks config, contract, loss_scale, step"):
         Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
 
 

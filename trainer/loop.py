@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +33,9 @@ from .objective import Objective, Sums, completion_logprobs, report, total
 from .packing import pack
 from .rollout import Rollout, RolloutWorker
 from .tasks import Task
+
+
+LOSS_SCALE_GROWTH = 1000  # updates with finite gradients before the loss scale is doubled
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Trainer:
             }
         self.steps_done = 0
         self.updates_done = 0
+        self.loss_scale = 2.0**16 if config.dtype == "float16" else 1.0
+        self._finite_updates = 0  # since the loss scale changed
         self._checked = False
         self._seconds: dict[str, float] = {}
 
@@ -120,7 +126,14 @@ class Trainer:
                 if minibatch is first:
                     metrics |= self._compare(comparison)
                 if self._has_gradient(minibatch):
-                    norms.append(self._update())
+                    norm = self._gradient_norm()
+                    while not norm < math.inf and self.loss_scale > 1:  # fp16's range was too small for it
+                        self.loss_scale, self._finite_updates = self.loss_scale / 2, 0
+                        self.optimizer.zero_grad()
+                        self._backward(minibatch, old, Comparison() if minibatch is first else None)
+                        norm = self._gradient_norm()
+                    self._update(norm)
+                    norms.append(norm)
                 self.optimizer.zero_grad()
         with self._timed("sync"):
             if norms:
@@ -131,6 +144,7 @@ class Trainer:
         metrics |= report(self._over_ranks(total(parts))) | {
             "grad_norm": max(norms, default=0.0),
             "updates": len(norms),
+            "loss_scale": self.loss_scale,
         }
         return metrics | self._speed(rollouts)
 
@@ -177,7 +191,7 @@ class Trainer:
             before = None if comparison is not None else [old[id(r)] for r in rollouts]
             self.model.set_requires_gradient_sync(number == len(minibatch.packs))  # type: ignore[operator]
             loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count)
-            (loss * self.world).backward()  # FSDP takes the mean over ranks
+            (loss * (self.world * self.loss_scale)).backward()  # FSDP takes the mean over ranks
             parts.append(found)
             if comparison is not None:
                 self._see(comparison, rollouts, logprobs)
@@ -205,11 +219,19 @@ class Trainer:
     def _has_gradient(self, minibatch: Minibatch) -> bool:
         return bool(minibatch.advantages.any()) or bool(minibatch.rollouts and self.objective.reference is not None)
 
-    def _update(self) -> float:
-        """One optimizer step; the gradient's norm before clipping."""
+    @torch.no_grad()
+    def _gradient_norm(self) -> float:
+        """The gradient's norm before it is clipped; the loss scale, a power of two, is taken off."""
+        if self.loss_scale != 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= self.loss_scale
         found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
-        if not norm < float("inf"):
+        return float(found.full_tensor() if isinstance(found, DTensor) else found)
+
+    def _update(self, norm: float) -> None:
+        """One optimizer step. In fp16 the loss is scaled (Micikevicius et al., 2018), as far up as gradients allow."""
+        if not norm < math.inf:
             raise FloatingPointError(
                 f"step {self.steps_done}, update {self.updates_done}: the gradient's norm is {norm}; the weights are "
                 "those before this update"
@@ -218,7 +240,9 @@ class Trainer:
             group["lr"] = self.config.lr * min(1.0, (self.updates_done + 1) / (self.config.warmup + 1))
         self.optimizer.step()
         self.updates_done += 1
-        return norm
+        self._finite_updates += 1
+        if self.config.dtype == "float16" and self._finite_updates == LOSS_SCALE_GROWTH:
+            self.loss_scale, self._finite_updates = self.loss_scale * 2, 0
 
     # --- what to report ---------------------------------------------------------------------------------------------
 
@@ -288,6 +312,7 @@ class Trainer:
             "step": self.steps_done,
             "updates": self.updates_done,
             "weight_version": self.llm.weight_version,
+            "loss_scale": [self.loss_scale, self._finite_updates],
             "contract": asdict(self.contract),
             "config": self.config.deciding(),
         }
@@ -306,6 +331,7 @@ class Trainer:
             return False
         state = load_checkpoint(found[0], self.model, self.optimizer, self._check_state)
         self.steps_done, self.updates_done = state["step"], state["updates"]
+        self.loss_scale, self._finite_updates = state["loss_scale"]
         version = state["weight_version"]
         if self.updates_done:  # an engine that was in use before may be ahead
             self.llm.update_weights(self.model, version if version > self.llm.weight_version else None)
@@ -313,7 +339,7 @@ class Trainer:
         return True
 
     def _check_state(self, state: dict) -> None:
-        if missing := {"step", "updates", "weight_version", "contract", "config"} - state.keys():
+        if missing := {"step", "updates", "weight_version", "loss_scale", "contract", "config"} - state.keys():
             raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
         fields = {f.name for f in dataclasses.fields(Contract)}
         self.contract.check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))

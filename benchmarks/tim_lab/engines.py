@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from samebits import LLM, Completion, RequestOutput, SamplingParams
 from samebits.engine import VersionSpan
 from samebits.engine.transfer import full_tensors
+from samebits.server import RemoteEngine
 
 
 class RoundedWeights(LLM):
@@ -111,17 +113,13 @@ def to_int8(weight: Tensor) -> Tensor:
     return (weight / scale).round().clamp(-127, 127) * scale
 
 
-def through(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda weight: weight.to(dtype).to(weight.dtype)
-
-
-ENGINES: dict[str, tuple[str, Callable[..., LLM]]] = {
-    "exact": ("samebits", LLM),
-    "switches off": ("torch's own linears and norms", lambda m, **k: LLM(m, exact=False, **k)),
-    "fp16 weights": ("weights rounded to fp16", lambda m, **k: RoundedWeights(m, through(torch.float16), **k)),
-    "bf16 weights": ("weights rounded to bf16", lambda m, **k: RoundedWeights(m, through(torch.bfloat16), **k)),
-    "bf16": ("all of it in bf16", lambda m, **k: LLM(m, **{**k, "dtype": "bfloat16"})),
-    "int8 weights": ("weights rounded to int8", lambda m, **k: RoundedWeights(m, to_int8, **k)),
-    "noise 1": ("logits +- 1", lambda m, **k: NoisyLogits(m, 1.0, **k)),
-    "noise 2": ("logits +- 2", lambda m, **k: NoisyLogits(m, 2.0, **k)),
+ENGINES: dict[str, Callable[..., Any]] = {
+    "exact": LLM,
+    "switches off": lambda model, **settings: LLM(model, exact=False, **settings),  # torch's own linears and norms
+    "vLLM": lambda model, dtype, **_: RemoteEngine(VLLM(model, dtype), model),
+    "bf16": lambda model, **settings: LLM(model, **{**settings, "dtype": "bfloat16"}),
+    "fp16": lambda model, **settings: LLM(model, **{**settings, "dtype": "float16"}),
+    "int8 weights": lambda model, **settings: RoundedWeights(model, to_int8, **settings),
+    "noise 1": lambda model, **settings: NoisyLogits(model, 1.0, **settings),
+    "noise 2": lambda model, **settings: NoisyLogits(model, 2.0, **settings),
 }

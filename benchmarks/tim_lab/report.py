@@ -91,7 +91,7 @@ def spread(values: list[float]) -> str:
 
 def write(folder: pathlib.Path) -> None:
     runs = read(folder)
-    engines = ("exact", "switches off", "bf16", "int8 weights", "noise 1", "noise 2")
+    engines = ("exact", "switches off", "vLLM", "bf16", "int8 weights", "noise 1", "noise 2")
     for algorithm in ("grpo", "reinforce"):
         keys = {e: (e, algorithm, "bypass", "float32") for e in engines}
         figure(runs, keys, f"{algorithm}, bypass: engines", folder / f"engines_{algorithm}.png")
@@ -100,10 +100,12 @@ def write(folder: pathlib.Path) -> None:
     figure(runs, keys, "grpo: what the loss does with the mismatch", folder / "modes.png")
     keys = {
         "fp32 | fp32": ("exact", "grpo", "bypass", "float32"),
-        "bf16 | bf16": ("bf16", "grpo", "bypass", "bfloat16"),
+        "bf16 | bf16": ("exact", "grpo", "bypass", "bfloat16"),
+        "fp16 | fp16": ("exact", "grpo", "bypass", "float16"),
         "bf16 | fp32": ("bf16", "grpo", "bypass", "float32"),
-        "fp16 weights | fp32": ("fp16 weights", "grpo", "bypass", "float32"),
-        "bf16 weights | fp32": ("bf16 weights", "grpo", "bypass", "float32"),
+        "fp16 | fp32": ("fp16", "grpo", "bypass", "float32"),
+        "vLLM bf16 | bf16": ("vLLM", "grpo", "bypass", "bfloat16"),
+        "vLLM fp16 | fp16": ("vLLM", "grpo", "bypass", "float16"),
     }
     figure(runs, keys, "grpo, bypass: precision of engine | trainer", folder / "precision.png")
     (folder / "report.md").write_text(table(runs) + "\n")

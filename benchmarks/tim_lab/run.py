@@ -20,7 +20,10 @@ from dataclasses import dataclass
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "results" / "tim_lab"
 TASK = {"name": "sorting", "length": 4}
-SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 
 PAPER = """\
 The papers' full-size runs, one `samebits train` each. `--no-exact` is the same run without the promise; --algorithm
@@ -53,11 +56,11 @@ def plan(seeds: int) -> list[Run]:
     variants = [
         (engine, algorithm, "bypass", "float32")
         for algorithm in ("grpo", "reinforce")
-        for engine in ("exact", "switches off", "bf16", "int8 weights", "noise 1", "noise 2")
+        for engine in ("exact", "switches off", "vLLM", "bf16", "int8 weights", "noise 1", "noise 2")
     ]
     variants += [("noise 2", "grpo", mode, "float32") for mode in ("recompute", "decoupled")]
-    variants += [(engine, "grpo", "bypass", "float32") for engine in ("fp16 weights", "bf16 weights")]
-    variants += [("bf16", "grpo", "bypass", "bfloat16")]
+    variants += [("fp16", "grpo", "bypass", "float32")]
+    variants += [(engine, "grpo", "bypass", dtype) for engine in ("exact", "vLLM") for dtype in ("bfloat16", "float16")]
     return [Run(*variant, seed) for seed in range(seeds) for variant in variants]
 
 
@@ -77,7 +80,7 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
         groups_per_step=32, group_size=8, minibatches=2, sampling=SamplingParams(max_tokens=8), lr=5e-4, seed=run.seed,
         check="every" if run.engine == "exact" else "off",
     )  # fmt: skip
-    trainer = Trainer(config, task, ENGINES[run.engine][1](model, **settings))
+    trainer = Trainer(config, task, ENGINES[run.engine](model, **settings))
     rows = []
     start = time.perf_counter()
     while trainer.steps_done < steps:
@@ -129,6 +132,9 @@ def main() -> None:
     prepare(out)
     runs = [r for r in plan(arguments.seeds) if not (out / f"{r.name}.json").exists()]
     runs = [r for r in runs if all(part in r.name for part in arguments.only or ())]
+    if "VLLM_PYTHON" not in os.environ and any(r.engine == "vLLM" for r in runs):
+        print("without vLLM: set VLLM_PYTHON to the python of an environment that has its CPU build")
+        runs = [r for r in runs if r.engine != "vLLM"]
     active: list[tuple[Run, subprocess.Popen]] = []
     total = len(runs)
     while runs or active:

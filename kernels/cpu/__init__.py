@@ -1,4 +1,4 @@
-"""The CPU backend behind `samebits.kernels.ops`: fp32 arithmetic on fp32 or bf16 storage."""
+"""The CPU backend behind `samebits.kernels.ops`: fp32 arithmetic on fp32, bf16 or fp16 storage."""
 
 import numpy as np
 import torch

@@ -19,6 +19,8 @@ import torch
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
 
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+
 _pool = threading.Lock()  # numba's fallback pool (workqueue) aborts the process on concurrent launches
 _thread = threading.local()
 
@@ -35,11 +37,12 @@ def _cache_folder():
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a tensor that others own, for numba, which has no bf16: its bits as int16.
+    """A view of a tensor that others own. numba has no halves: bf16's bits are int16 to it, fp16's uint16.
 
     Not `tensor.numpy()`: that pins the storage's size for good, and FSDP frees a parameter by resizing it.
     """
-    return np.from_dlpack(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
+    bits = _BITS.get(tensor.dtype)
+    return np.from_dlpack(tensor if bits is None else tensor.view(bits))
 
 
 def inline(function):

@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_HALVES = {types.int16: "bfloat16", types.uint16: "float16"}  # how `jit.storage` has numba see them
 
 
 def _host_vector() -> tuple[int, int]:
@@ -64,13 +65,15 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
-def _make_tile(rows: int, vectors: int, bf16: bool):
+def _make_tile(rows: int, vectors: int, stored: str):
     """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses, and strides in elements.
+
+    stored: b's dtype.
 
     `ahead`: memory to fetch meanwhile, a cache line for each k: a product of few rows waits for memory otherwise.
     """
     vector = ir.VectorType(_F32, LANES)
-    size_b = 2 if bf16 else 4
+    size_b = 4 if stored == "float32" else 2
 
     @intrinsic
     def tile_op(typingctx, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
@@ -88,8 +91,10 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
                 return value
 
             def load_b(pointer):
-                if not bf16:
+                if stored == "float32":
                     return load(pointer, vector, 4)
+                if stored == "float16":
+                    return builder.fpext(load(pointer, ir.VectorType(_F16, LANES), 2), vector)
                 half = load(pointer, ir.VectorType(_I16, LANES), 2)
                 wide = builder.zext(half, ir.VectorType(_I32, LANES))
                 return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
@@ -150,10 +155,10 @@ def _make_tile(rows: int, vectors: int, bf16: bool):
     return tile_op
 
 
-def _row_tiles(vectors: int, bf16: bool):
+def _row_tiles(vectors: int, stored: str):
     """Any number of rows by `vectors * LANES` columns: tiles of TILE_ROWS, 4, 2 and 1 rows, in this order."""
-    most, four, two, one = (_make_tile(rows, vectors, bf16) for rows in (TILE_ROWS, 4, 2, 1))
-    size = 2 if bf16 else 4
+    most, four, two, one = (_make_tile(rows, vectors, stored) for rows in (TILE_ROWS, 4, 2, 1))
+    size = 4 if stored == "float32" else 2
 
     def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
@@ -182,7 +187,7 @@ def _row_tiles(vectors: int, bf16: bool):
 
 
 def _matmul(vectors: int):
-    """c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...] for an array b of fp32, or of bf16 seen as int16.
+    """c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...] for an array b of fp32, or of halves.
 
     Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
     address and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. (numba caches a
@@ -194,7 +199,7 @@ def _matmul(vectors: int):
 
     @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
     def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
-        return _row_tiles(vectors, bf16=b.dtype == types.int16)
+        return _row_tiles(vectors, _HALVES.get(b.dtype, "float32"))
 
     return matmul
 
