@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class EngineConfig:
     """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`.
 
-    dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's own limit).
+    dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's limit).
     max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute (the chunk size).
     kv_cache_memory_bytes: size of the KV pool; None takes a quarter of the free memory, or less if less can be used.
     enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.

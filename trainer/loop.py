@@ -34,7 +34,6 @@ from .packing import pack
 from .rollout import Rollout, RolloutWorker
 from .tasks import Task
 
-
 LOSS_SCALE_GROWTH = 1000  # updates with finite gradients before the loss scale is doubled
 
 
