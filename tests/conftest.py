@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from models import make_checkpoint
 
@@ -28,3 +29,12 @@ def smollm2():
         return resolve("smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def one_thread():
+    """For tiny models, where a second thread only waits for the first. test_schedules proves that it changes no bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

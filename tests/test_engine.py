@@ -37,13 +37,7 @@ VOCAB, BLOCK = AWKWARD["vocab_size"], 32
 PROMPT = [17, 900, 3, 44]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models: a second thread only waits for the first. That threads change no bit is test_schedules' promise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prompt_of(length, seed=0):

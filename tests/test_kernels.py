@@ -243,7 +243,8 @@ layout = ops.PagedLayout.packed([45], 3, q.device)
 tables = ops.rotary_tables(torch.arange(99), n.abs(), 1.0)
 p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
 outs = [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES["cpu"]), ops.rms_norm(x, n, 1e-5),
-        ops.attention(q, k, v, layout, 0.2), ops.gated_activation(x, x, "silu"), *tables, *ops.token_logprobs(x, w, None, torch.arange(21), p)]
+        ops.attention(q, k, v, layout, 0.2), ops.gated_activation(x, x, "silu"), *tables,
+        *ops.token_logprobs(x, w, None, torch.arange(21), p)]
 digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in outs)).hexdigest()
 print(json.dumps([LANES, digest]))
 """

@@ -25,13 +25,7 @@ FILTERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logits_row(seed=0, vocab=VOCAB, scale=2.0):
