@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,18 @@ def parse_manifest(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence
 def full_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """A state dict's items; a DTensor (FSDP2) is gathered when its turn comes, so all its ranks must iterate."""
     for name, tensor in state.items():
-        gather = getattr(tensor, "full_tensor", None)
-        yield name, (gather() if gather else tensor)
+        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+@contextmanager
+def gathering(state: Mapping[str, Tensor]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """`full_tensors`; what the block leaves is gathered and dropped, so that no rank waits for one that failed."""
+    tensors = full_tensors(state)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
 
 
 class WeightGroup:

@@ -18,7 +18,7 @@ from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError
 from ..model.checkpoint import manifest
 from ..model.exact import LMHead, contract_of
-from .transfer import TensorSpec, full_tensors, manifest_of
+from .transfer import TensorSpec, gathering, manifest_of
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
@@ -138,8 +138,11 @@ class WeightUpdate:
                 check_contract(source, contract)
             state = source.state_dict()
             self.check(manifest_of(state), complete=True)
-            source = full_tensors(state)
-        elif isinstance(source, str | os.PathLike):
+            with gathering(state) as tensors:
+                for name, tensor in tensors:
+                    self._add(name, tensor)
+            return
+        if isinstance(source, str | os.PathLike):
             self.path = pathlib.Path(source)
             source = self._from_directory(self.path)
         for name, tensor in source:

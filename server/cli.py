@@ -364,6 +364,6 @@ def main() -> None:
     """Runs the CLI; what is wrong with the input is one line, not a traceback."""
     try:
         app()
-    except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ImportError, MemoryError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}: {error}", highlight=False)
         sys.exit(2)

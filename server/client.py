@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,6 +108,12 @@ class Client:
             check_contract(source, self.contract)
             source = source.state_dict()
         return self.send_weights(manifest_of(source), full_tensors(source), version, address)
+
+    def load_weights(self, folder: str | os.PathLike, version: int | str | None = None) -> int | str:
+        """As `update_weights`, from a checkpoint directory that the server sees under the same absolute path."""
+        body = {"model_path": os.path.abspath(folder), "weight_version": None if version is None else str(version)}
+        self.post("/update_weights_from_disk", body)
+        return self.weight_version
 
     def send_weights(
         self,

@@ -5,29 +5,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
-from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..engine import RequestOutput, SamplingParams
-from ..engine.transfer import full_tensors, manifest_of
+from ..engine.transfer import gathering, manifest_of
 from ..engine.weights import check_contract
 from ..model.checkpoint import resolve
 from ..trainer.fsdp import together
+from ..trainer.weight_sync import save_weights
 from .client import Client
 
 
 class RemoteEngine:
     """What a `Trainer` asks of its `LLM`, from a `samebits serve` elsewhere: Trainer(config, task, RemoteEngine(...)).
 
-    Every FSDP rank makes one; they may share a server. Rank 0 sends the weights, the others take part in gathering
-    them. model: the checkpoint, for its tokenizer. Requests run together in the next `step`, which returns when all of
-    them are finished. Rollouts keep their bits: the contract is compared when training starts.
+    Every FSDP rank makes one, of the same server. Rank 0 sends the weights, the others take part in gathering them.
+    model: the checkpoint, for its tokenizer. folder: where weights go on their way, in a file system that the server
+    sees too; by default they go over a process group. Requests run together in the next `step`, which returns when all
+    of them are finished. Rollouts keep their bits: the contract is compared when training starts.
     """
 
-    def __init__(self, client: Client, model: str | os.PathLike):
+    def __init__(self, client: Client, model: str | os.PathLike, folder: str | os.PathLike | None = None):
         self.client, self.path, self.contract = client, resolve(model), client.contract
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.weight_version = int(client.weight_version)
+        self.folder = folder
         self._queue: dict[str, tuple[Sequence[int], SamplingParams]] = {}
         self._count = 0
 
@@ -52,22 +54,25 @@ class RemoteEngine:
         text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def update_weights(self, source: nn.Module, version: int | None = None) -> int:
+    def update_weights(self, source: PreTrainedModel, version: int | None = None) -> int:
         if self.contract is not None:
             check_contract(source, self.contract)
-        state = source.state_dict()
-        tensors = full_tensors(state)
+        if self.folder is not None:
+            save_weights(source, self.folder)
         found = [0]
         with together():
-            try:
-                if dist.get_rank() == 0:
-                    found = [int(self.client.send_weights(manifest_of(state), tensors, version))]
-            finally:
-                for _ in tensors:  # every rank takes part in gathering every tensor, also of one that failed
-                    pass
+            if self.folder is None:
+                found = [self._send(source, version)]
+            elif dist.get_rank() == 0:
+                found = [int(self.client.load_weights(self.folder, version))]
         dist.broadcast_object_list(found, 0)
         self.weight_version = found[0]
         return self.weight_version
+
+    def _send(self, source: PreTrainedModel, version: int | None) -> int:
+        state = source.state_dict()
+        with gathering(state) as tensors:  # on all ranks
+            return int(self.client.send_weights(manifest_of(state), tensors, version)) if dist.get_rank() == 0 else 0
 
     def sleep(self) -> int:
         """Frees the server's KV cache; rank 0 asks for it, when all have their rollouts."""

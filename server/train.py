@@ -25,7 +25,9 @@ def train(
     algorithm: Annotated[str, typer.Option(help="grpo, dr_grpo, dapo, gspo, cispo, rloo or reinforce.")] = "grpo",
     mode: Annotated[str, typer.Option(help="recompute, bypass or decoupled.")] = "bypass",
     correction: Annotated[str | None, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = None,
-    verifier: Annotated[str, typer.Option(help="Of a .jsonl task: exact or math-verify.")] = "exact",
+    verifier: Annotated[
+        str | None, typer.Option(help="Of a .jsonl task: exact (as is unless said) or math-verify.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 200,
     groups_per_step: Annotated[
         int | None, typer.Option(help="Prompts a step: 16, or 64 for a tiny model.", show_default=False)
@@ -55,11 +57,15 @@ def train(
     engine_key: Annotated[
         str | None, typer.Option(help="That server's admin key.", envvar="SAMEBITS_ADMIN_KEY")
     ] = None,
+    sync_dir: Annotated[
+        Path | None, typer.Option(help="Weights go to that server through this directory, not a process group.")
+    ] = None,
     exact: Annotated[bool, typer.Option(help="--no-exact: torch's own ops on both sides, a control.")] = True,
     check: Annotated[str, typer.Option(help="Compare bits at 'every' step, the 'first', or 'off'.")] = "every",
     supervise_until: Annotated[
-        float, typer.Option(help="A tiny model first learns from solved problems, until it gets so many right.")
-    ] = 0.2,
+        float | None,
+        typer.Option(help="A tiny model first learns from solved problems, until it gets so many right: 0.2."),
+    ] = None,
     evaluate_every: Annotated[int, typer.Option(help="Steps between validations; 0 is never.")] = 20,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 saves at the end only.")] = 50,
     seed: Annotated[int, typer.Option()] = 0,
@@ -73,12 +79,18 @@ def train(
     from ..trainer.fsdp import init_process_group
 
     init_process_group()
-    problems = make_task(task, **({"verifier": verifier} if task.endswith(".jsonl") else {}), seed=seed)
+    if verifier is not None and not task.endswith(".jsonl"):
+        raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
+    problems = make_task(task, **({} if verifier is None else {"verifier": verifier}), seed=seed)
     if evaluate_every:
         try:
             problems.problem(0, "validation")
         except ValueError as error:
             raise ValueError(f"{error}; --evaluate-every 0 trains without validation") from error
+    if kv_cache_gib is not None and engine_url is not None:
+        raise ValueError("--kv-cache-gib is of an engine in this process; the server at --engine-url has its own")
+    if sync_dir is not None and engine_url is None:
+        raise ValueError("--sync-dir needs --engine-url")
     engine: dict[str, Any] = {"exact": exact}
     if kv_cache_gib is not None:
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -97,13 +109,15 @@ def train(
     )  # fmt: skip
     console = Console(quiet=dist.get_rank() > 0)
     if tiny:
-        _make_tiny(output_dir / TINY, problems, supervise_until, seed, console)
+        _make_tiny(output_dir / TINY, problems, 0.2 if supervise_until is None else supervise_until, seed, console)
+    elif supervise_until is not None:
+        raise ValueError("--supervise-until is for --model tiny")
     llm = None
     if engine_url is not None:
         from .client import Client
         from .remote import RemoteEngine
 
-        llm = RemoteEngine(Client(engine_url, key=engine_key), config.model)
+        llm = RemoteEngine(Client(engine_url, key=engine_key), config.model, sync_dir)
     trainer = Trainer(config, problems, llm)
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")
@@ -127,7 +141,11 @@ def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) ->
     if not hasattr(task, "alphabet"):
         raise ValueError("a tiny model is for the built-in tasks; give --model a checkpoint")
     with together():
-        if dist.get_rank() > 0 or (folder / "config.json").exists():
+        if dist.get_rank() > 0:
+            return
+        if (folder / "config.json").exists():
+            if missing := set(task.alphabet) - AutoTokenizer.from_pretrained(folder).get_vocab().keys():
+                raise ValueError(f"{folder} was made for another task: it lacks {''.join(sorted(missing))}")
             return
         draft = folder.with_name(f".{folder.name}.untrained")
         make_tiny_model(draft, task.alphabet, seed)
@@ -210,6 +228,5 @@ def plot(log: Path, target: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker="." * (len(points) < 30))
         axes.set_xlabel("step")
-        axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
     figure.savefig(target, dpi=110)

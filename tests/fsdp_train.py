@@ -26,10 +26,13 @@ def main(job_file: str, out_file: str) -> None:
     if job["action"] != "step":
         ACTIONS[job["action"]](config, out_file)
         return
-    llm = RemoteEngine(Client(job["engine_url"]), config.model) if job["engine_url"] else None
+    llm = None
+    if job["engine_url"]:
+        llm = RemoteEngine(Client(job["engine_url"]), config.model, job["sync_dir"])
+        config = replace(config, engine={})
     trainer = Trainer(config, make_task("arithmetic"), llm)
     gradients, rollouts = [], []
-    collect, update = trainer.worker.collect, trainer._update
+    collect, norm = trainer.worker.collect, trainer._gradient_norm
 
     def seen(*args):
         found = collect(*args)
@@ -38,9 +41,9 @@ def main(job_file: str, out_file: str) -> None:
 
     def kept():
         gradients.extend(p.grad.full_tensor().clone() for p in trainer.model.parameters())
-        return update()
+        return norm()
 
-    trainer.worker.collect, trainer._update = seen, kept
+    trainer.worker.collect, trainer._gradient_norm = seen, kept
     trainer.task.reward = lambda problem, text: sum(map(ord, text)) % 7 / 7
     metrics = trainer.step()
     second = trainer.step() if llm is not None else {}
@@ -83,7 +86,7 @@ def fit_in_parts(config: TrainConfig, out_file: str) -> None:
         for stop in stops:
             trainer = Trainer(replace(config, output_dir=folder, steps=stop), make_task("arithmetic"))
             trainer.worker.task.reward = lambda problem, text: sum(map(ord, text)) % 7 / 7
-            assert trainer.load() == (trainer.steps_done > 0)
+            assert trainer.load() == (stop != stops[0])
             trainer.fit(log.append)
         validation = trainer.evaluate(3)
         found.append((log, validation, {n: p.full_tensor().detach() for n, p in trainer.model.named_parameters()}))

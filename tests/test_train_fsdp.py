@@ -26,10 +26,11 @@ def tiny(tmp_path_factory):
 
 
 def torchrun(
-    world: int, tiny: str, folder: pathlib.Path, action="step", engine_url=None, **changes
+    world: int, tiny: str, folder: pathlib.Path, action="step", engine_url=None, sync_dir=None, **changes
 ) -> subprocess.CompletedProcess:
     folder.mkdir()
-    job = {"model": tiny, "output_dir": str(folder), "action": action, "engine_url": engine_url, "changes": changes}
+    job = {"model": tiny, "output_dir": str(folder), "action": action, "engine_url": engine_url}
+    job |= {"sync_dir": sync_dir, "changes": changes}
     torch.save(job, folder / "job.pt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
     return subprocess.run(
@@ -121,6 +122,7 @@ def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, 
     "changes",
     [
         {"minibatches": 2, "kl_coef": 0.1, "sleep": True},
+        {"dtype": "float16", "minibatches": 2},
         {"dtype": "bfloat16", "filter_uniform": True, "activation_checkpointing": True, "kl_coef": 0.1, "kl": "k1"},
         {"groups_per_step": 1, "group_size": 2, "minibatches": 2, "max_tokens_per_pack": 4096},  # one sequence a pack
     ],
@@ -144,10 +146,12 @@ def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
 
 
-def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path):
-    """Two FSDP ranks, one server, weights by process group."""
+@pytest.mark.parametrize("through", ["process group", "directory"])
+def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through):
+    """Two FSDP ranks, one server."""
+    sync_dir = str(tmp_path / "weights") if through == "directory" else None
     with Serving(tiny) as server:
-        run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url)
+        run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url, sync_dir=sync_dir)
         assert run.returncode == 0, run.stderr[-3000:]
         found = torch.load(tmp_path / "run" / "out.pt")
         assert server.llm.weight_version == 3  # the trainer's own at the start, and two updates

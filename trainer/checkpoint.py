@@ -65,8 +65,9 @@ def load_checkpoint(
     check: gets `state` first, and raises to refuse. CheckpointError for a damaged or foreign checkpoint.
     """
     try:
-        state = json.loads((path / STATE).read_text())
-        check(state)
+        with together():
+            state = json.loads((path / STATE).read_text())
+            check(state)
         tensors = _tensors(model, optimizer)
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
     except (OSError, ValueError, KeyError, TypeError, dcp.api.CheckpointException) as error:

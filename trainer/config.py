@@ -20,7 +20,7 @@ class TrainConfig:
     optimizer are fp32. groups_per_step x group_size sequences a step, in `minibatches` optimizer updates of equal size.
     algorithm: one of `losses.ALGORITHMS`; mode, correction, clip, dual_clip: see `correction.policy_loss` (clip None:
     the algorithm's). kl: "k3" adds kl_coef * KL to the loss, "k1" takes it off the advantages of the tokens before it.
-    staleness: groups of so many steps ahead are started early, so that a token is at most so many updates old (0: on
+    staleness: groups of so many steps ahead are started early, so that a token is at most so many steps old (0: on
     policy). filter_uniform: leave out groups of equal rewards. max_tokens_per_pack: a micro-batch's size. sleep: the
     engine frees its KV cache while the trainer works.
     sampling: its n and seed are set by group_size and seed. chat: prompts go through the chat template.
@@ -80,6 +80,8 @@ class TrainConfig:
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
         if self.clip is not None and self.recipe.kind == "reinforce":
             raise ValueError(f"{self.algorithm} doesn't clip: leave clip None")
+        if self.dual_clip is not None and self.recipe.kind in ("reinforce", "cispo"):
+            raise ValueError(f"{self.algorithm} has no clipped surrogate: leave dual_clip None")
         check_clip(self.clip or self.recipe.clip, self.dual_clip)
         if not self.sampling.detokenize:
             raise ValueError("rewards are of texts: sampling must detokenize")

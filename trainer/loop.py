@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,7 @@ from transformers import PreTrainedModel
 
 from ..engine import LLM
 from ..engine.sampling_params import RequestOutputKind
-from ..engine.weights import check_contract
-from ..kernels.contract import Contract
+from ..kernels.contract import Contract, NumericsError
 from ..model.exact import contract_of, exact_model
 from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
@@ -60,9 +60,12 @@ class Trainer:
         self.llm: Any = llm or LLM(config.model, dtype=config.dtype, **config.engine)
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
-            check_contract(self.model, self.llm.contract)
+            self.llm.contract.check(self.contract)
         if llm is not None:
-            llm.update_weights(self.model)
+            if ignored := config.engine.keys() - {"exact", "linear_route"}:
+                raise ValueError(f"a given engine has its own settings; leave out engine={sorted(ignored)}")
+            with together():
+                llm.update_weights(self.model)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()
@@ -102,13 +105,15 @@ class Trainer:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One batch of rollouts and its updates. Returns metrics, the same on every rank.
+        """One batch of rollouts and its updates. Returns metrics, but for times the same on every rank.
 
-        Raises NumericsError, before the optimizer moves, when a log-prob isn't the rollout's; RewardError;
-        FloatingPointError for a gradient that isn't finite. Where there is nothing to learn (all advantages 0 and no
+        Raises NumericsError, before the optimizer moves, when a log-prob isn't the rollout's or a rollout isn't of the
+        weights that it should be; RewardError, after which the step may be tried again; FloatingPointError for a
+        gradient that isn't finite. After the others, `load()`. Where there is nothing to learn (all advantages 0 and no
         KL), nothing moves.
         """
         config = self.config
+        self.optimizer.zero_grad()  # an earlier step may have failed
         self._seconds = dict.fromkeys(("rollout", "train", "sync"), 0.0)
         with self._timed("rollout"):
             start = self.steps_done * config.groups_per_step
@@ -122,21 +127,17 @@ class Trainer:
             parts, norms = [], []
             for minibatch in (first, *later):
                 parts.append(self._backward(minibatch, old, comparison if minibatch is first else None))
+                again = Comparison() if minibatch is first else None
                 if minibatch is first:
                     metrics |= self._compare(comparison)
                 if self._has_gradient(minibatch):
-                    norm = self._gradient_norm()
-                    while not norm < math.inf and self.loss_scale > 1:  # fp16's range was too small for it
-                        self.loss_scale, self._finite_updates = self.loss_scale / 2, 0
-                        self.optimizer.zero_grad()
-                        self._backward(minibatch, old, Comparison() if minibatch is first else None)
-                        norm = self._gradient_norm()
-                    self._update(norm)
-                    norms.append(norm)
+                    norms.append(self._finite_norm(partial(self._backward, minibatch, old, again)))
+                    self._update()
                 self.optimizer.zero_grad()
         with self._timed("sync"):
             if norms:
-                self.llm.update_weights(self.model)
+                with together():
+                    self.llm.update_weights(self.model)
             if config.sleep:
                 self.llm.wake_up()
         self.steps_done += 1
@@ -228,15 +229,28 @@ class Trainer:
         found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         return float(found.full_tensor() if isinstance(found, DTensor) else found)
 
-    def _update(self, norm: float) -> None:
-        """One optimizer step. In fp16 the loss is scaled (Micikevicius et al., 2018), as far up as gradients allow."""
+    def _finite_norm(self, backward: Callable[[], object]) -> float:
+        """`_gradient_norm`; in fp16, whose range may be too small, of a loss scaled down until it is finite
+        (Micikevicius et al., 2018)."""
+        norm, scale = self._gradient_norm(), self.loss_scale
+        while not norm < math.inf and self.loss_scale > 1:
+            self.loss_scale, self._finite_updates = self.loss_scale / 2, 0
+            self.optimizer.zero_grad()
+            backward()
+            norm = self._gradient_norm()
         if not norm < math.inf:
+            self.loss_scale = scale
             raise FloatingPointError(
                 f"step {self.steps_done}, update {self.updates_done}: the gradient's norm is {norm}; the weights are "
                 "those before this update"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * min(1.0, (self.updates_done + 1) / (self.config.warmup + 1))
+        return norm
+
+    def _update(self) -> None:
+        config = self.config
+        for group in self.optimizer.param_groups:  # a checkpoint brought those of its run
+            group["lr"] = config.lr * min(1.0, (self.updates_done + 1) / (config.warmup + 1))
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
         self.optimizer.step()
         self.updates_done += 1
         self._finite_updates += 1
@@ -248,6 +262,11 @@ class Trainer:
     def _describe(self, rollouts: list[Rollout]) -> dict[str, float]:
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
         ages = torch.cat([self.llm.weight_version - r.versions for r in rollouts]).double()
+        if ages.min() < 0 or ages.max() > self.config.staleness:
+            raise NumericsError(
+                f"rollouts are {ages.min():.0f} to {ages.max():.0f} weight versions old, expected 0 to "
+                f"{self.config.staleness}: was the engine restarted, or updated by someone else?"
+            )
         lengths = torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.float64)
         return {
             "step": self.steps_done,
@@ -313,7 +332,7 @@ class Trainer:
             "weight_version": self.llm.weight_version,
             "loss_scale": [self.loss_scale, self._finite_updates],
             "contract": asdict(self.contract),
-            "config": self.config.deciding(),
+            "config": self._deciding(),
         }
         save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
 
@@ -331,18 +350,24 @@ class Trainer:
         state = load_checkpoint(found[0], self.model, self.optimizer, self._check_state)
         self.steps_done, self.updates_done = state["step"], state["updates"]
         self.loss_scale, self._finite_updates = state["loss_scale"]
+        self.llm.wake_up()  # if a step failed while it slept
         version = state["weight_version"]
         if self.updates_done:  # an engine that was in use before may be ahead
             self.llm.update_weights(self.model, version if version > self.llm.weight_version else None)
         self.worker.restart(self.steps_done * self.config.groups_per_step)
         return True
 
+    def _deciding(self) -> dict[str, Any]:
+        """What the run's results depend on, as JSON has it."""
+        settings = {k: v for k, v in vars(self.task).items() if isinstance(v, str | int | float)}
+        return self.config.deciding() | {"task": {"class": type(self.task).__name__, **settings}}
+
     def _check_state(self, state: dict) -> None:
         if missing := {"step", "updates", "weight_version", "loss_scale", "contract", "config"} - state.keys():
             raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
         fields = {f.name for f in dataclasses.fields(Contract)}
         self.contract.check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))
-        now, then = self.config.deciding(), state["config"]
+        now, then = self._deciding(), state["config"]
         changed = [f"{name} {then.get(name)!r} -> {now.get(name)!r}" for name in now if now[name] != then.get(name)]
         if changed and self.rank == 0:
             warnings.warn(f"the run resumes with another configuration: {', '.join(changed)}", stacklevel=3)

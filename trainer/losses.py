@@ -55,9 +55,10 @@ def reference_kl(current: Tensor, reference: Tensor, kind: Literal["k1", "k3"] =
     """Estimators of KL(current || reference) at sampled tokens (Schulman, 2020), of the inputs' shape, differentiable.
 
     k1 = log current - log reference: unbiased, of either sign; k3 = exp(-k1) - 1 + k1: never negative.
-    As a loss, k3 pulls towards the reference; k1 has no gradient on average and belongs into the advantages.
+    A token that the current policy excludes has none. As a loss, k3 pulls towards the reference; k1 has no gradient on
+    average and belongs into the advantages.
     """
-    difference = (reference - current).clamp(-CLAMP, CLAMP)
+    difference = torch.where(current == -torch.inf, 0.0, reference - current).clamp(-CLAMP, CLAMP)
     return -difference if kind == "k1" else difference.expm1() - difference
 
 

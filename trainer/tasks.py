@@ -174,23 +174,21 @@ class MathGrader:
             command = [sys.executable, "-P", str(script)]  # -P: its neighbours here aren't its modules
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             weakref.finalize(self, self._process.kill)
-            self._ask("1", "1", 60.0)  # loads its libraries
+            if self._ask("1", "1", 120.0) is None:  # loads its libraries
+                raise RuntimeError("math-verify doesn't start")
         found = self._ask(answer, text, self.timeout)
         if found is None:
-            logger.warning("math-verify took longer than %g s on %.200r, which counts as wrong", self.timeout, text)
+            logger.warning("math-verify took longer than %g s or died on %.200r: it is wrong", self.timeout, text)
         return bool(found)
 
     def _ask(self, answer: str, text: str, timeout: float) -> bool | None:
-        """None if it takes too long."""
+        """None if it takes too long, or dies."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps([answer, text]) + "\n")
         process.stdin.flush()
-        if select.select([process.stdout], [], [], timeout)[0]:
-            if line := process.stdout.readline():
-                return json.loads(line)
-            self._process = None
-            raise RuntimeError(f"math-verify ended with exit code {process.wait()} on {text!r}")
+        if select.select([process.stdout], [], [], timeout)[0] and (line := process.stdout.readline()):
+            return json.loads(line)
         process.kill()
         process.wait()
         self._process = None

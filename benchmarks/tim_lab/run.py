@@ -55,22 +55,32 @@ class Run:
 def plan(seeds: int) -> list[Run]:
     variants = [
         (engine, algorithm, "bypass", "float32")
-        for algorithm in ("grpo", "reinforce")
-        for engine in ("exact", "switches off", "vLLM", "bf16", "int8 weights", "noise 1", "noise 2")
+        for algorithm, engines in (
+            ("grpo", ("exact", "switches off", "vLLM", "bf16", "int8 weights", "noise 1", "noise 2")),
+            ("reinforce", ("exact", "switches off", "vLLM", "bf16", "noise 2")),
+        )
+        for engine in engines
     ]
     variants += [("noise 2", "grpo", mode, "float32") for mode in ("recompute", "decoupled")]
+    variants += [("noise 2", "reinforce", "decoupled", "float32")]
     variants += [("fp16", "grpo", "bypass", "float32")]
     variants += [(engine, "grpo", "bypass", dtype) for engine in ("exact", "vLLM") for dtype in ("bfloat16", "float16")]
     return [Run(*variant, seed) for seed in range(seeds) for variant in variants]
 
 
 def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> None:
-    """One run in this process; its log appears whole at the end."""
+    """One run in this process; its log appears whole at the end.
+
+    validation: greedy answers of an exact engine in fp32, whatever engine the run trains on, so that it tells what was
+    learned and not how well the run's engine samples.
+    """
     from engines import ENGINES
 
-    from samebits import SamplingParams
+    from samebits import LLM, SamplingParams
     from samebits.correction import Correction, preset
+    from samebits.engine.transfer import full_tensors
     from samebits.trainer import TrainConfig, Trainer, make_task
+    from samebits.trainer.rollout import RolloutWorker
 
     settings = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 512, "dtype": run.dtype}
     task = make_task(**TASK, seed=run.seed)
@@ -81,15 +91,25 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
         check="every" if run.engine == "exact" else "off",
     )  # fmt: skip
     trainer = Trainer(config, task, ENGINES[run.engine](model, **settings))
+    judge = LLM(model, **settings | {"dtype": "float32"})
+    judged = RolloutWorker(judge, task, config.sampling, run.seed)
     rows = []
     start = time.perf_counter()
     while trainer.steps_done < steps:
         metrics = trainer.step()
         if trainer.steps_done % 20 == 0:
-            metrics["validation"] = trainer.evaluate(200)
+            judge.update_weights(full_tensors(trainer.model.state_dict()))
+            metrics["validation"] = judged.evaluate(200)
         rows.append(metrics)
     log = {**vars(run), "steps": steps, "seconds": time.perf_counter() - start, "rows": rows}
-    (out / f"{run.name}.json").write_text(json.dumps(log))
+    draft = out / f".{run.name}.draft"
+    draft.write_text(json.dumps(log))
+    draft.replace(out / f"{run.name}.json")
+
+
+def finished(run: Run, out: pathlib.Path, steps: int) -> bool:
+    file = out / f"{run.name}.json"
+    return file.exists() and json.loads(file.read_text())["steps"] == steps
 
 
 def prepare(out: pathlib.Path) -> pathlib.Path:
@@ -114,7 +134,7 @@ def prepare(out: pathlib.Path) -> pathlib.Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, a thread each")
     parser.add_argument("--only", nargs="*", help="parts of the names of runs")
@@ -130,28 +150,37 @@ def main() -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     prepare(out)
-    runs = [r for r in plan(arguments.seeds) if not (out / f"{r.name}.json").exists()]
+    runs = [r for r in plan(arguments.seeds) if not finished(r, out, arguments.steps)]
     runs = [r for r in runs if all(part in r.name for part in arguments.only or ())]
     if "VLLM_PYTHON" not in os.environ and any(r.engine == "vLLM" for r in runs):
         print("without vLLM: set VLLM_PYTHON to the python of an environment that has its CPU build")
         runs = [r for r in runs if r.engine != "vLLM"]
     active: list[tuple[Run, subprocess.Popen]] = []
-    total = len(runs)
+    total, failed = len(runs), 0
     while runs or active:
         while runs and len(active) < arguments.workers:
             run = runs.pop(0)
             command = [sys.executable, __file__, "--run", json.dumps(vars(run))]
             command += ["--out", str(out), "--steps", str(arguments.steps)]
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            active.append((run, subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)))
+            errors = (out / f"{run.name}.err").open("w")
+            active.append((run, subprocess.Popen(command, env=env, stderr=errors)))
+            errors.close()
         time.sleep(0.2)
         for run, process in [a for a in active if a[1].poll() is not None]:
             active.remove((run, process))
-            state = "done" if process.returncode == 0 else f"FAILED ({process.returncode})"
+            errors_file = out / f"{run.name}.err"
+            if process.returncode == 0:
+                state = "done"
+                errors_file.unlink()
+            else:
+                state, failed = f"FAILED ({process.returncode}, see {errors_file.name})", failed + 1
             print(f"{total - len(runs) - len(active)}/{total} {state}: {run.name}", flush=True)
     import report
 
     report.write(out)
+    if failed:
+        sys.exit(f"{failed} runs failed")
 
 
 if __name__ == "__main__":
