@@ -19,6 +19,7 @@ CURVES = {
     "max_difference": "max |delta|", "k1": "K1", "k3": "K3", "grad_norm": "gradient norm", "entropy": "entropy",
     "contribution_positive": "C(r), A > 0", "contribution_negative": "C(r), A < 0",
 }  # fmt: skip
+PICTURES = ("engines_grpo", "engines_reinforce", "modes_grpo", "modes_reinforce", "precision")
 LOGARITHMIC = ("mean_difference", "max_difference", "k3")
 Runs = dict[tuple[str, str, str, str], list[dict]]
 
@@ -64,29 +65,60 @@ def figure(runs: Runs, keys: dict[str, tuple], title: str, target: pathlib.Path)
     plt.close(drawing)
 
 
+COLUMNS = (
+    "engine", "algorithm", "mode", "trainer", "reward, last 10", "validation, last 3", "mean abs delta", "max", "K1",
+    "K3", "gradient norm", "entropy", "C(r), A > 0", "C(r), A < 0",
+)  # fmt: skip
+
+
 def table(runs: Runs) -> str:
-    head = "| engine | algorithm | mode | trainer | seeds | reward, last 10 | validation | mean abs delta | max | K3 |"
-    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
-    order = {name: i for i, name in enumerate(("grpo", "reinforce"))}
-    for key in sorted(runs, key=lambda k: (order[k[1]], k[2] != "bypass", k[2], runs[k][0]["rows"][-1]["k3"])):
+    """A line a variant: the end of training as mean ± standard error over seeds, the rest as means over all steps."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    for key in sorted(runs, key=lambda k: (k[1], k[2] != "bypass", k[2], runs[k][0]["rows"][-1]["k3"])):
         logs = runs[key]
-        last = [log["rows"][-10:] for log in logs]
-        rewards = [statistics.fmean(row["reward"] for row in rows) for rows in last]
-        validations = [[r["validation"] for r in log["rows"] if "validation" in r][-1] for log in logs]
         rows = [row for log in logs for row in log["rows"] if "k3" in row]
+        means = ("k1", "k3", "grad_norm", "entropy", "contribution_positive", "contribution_negative")
         cells = [
-            *key, str(len(logs)), spread(rewards), spread(validations),
+            *key, spread(final_rewards(logs)), spread(final_validations(logs)),
             f"{statistics.fmean(r['mean_difference'] for r in rows):.2g}",
-            f"{max(r['max_difference'] for r in rows):.2g}", f"{statistics.fmean(r['k3'] for r in rows):.2g}",
+            f"{max(r['max_difference'] for r in rows):.2g}",
+            *(f"{statistics.fmean(r[name] for r in rows):.2g}" for name in means),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def final_rewards(logs: list[dict]) -> list[float]:
+    return [statistics.fmean(row["reward"] for row in log["rows"][-10:]) for log in logs]
+
+
+def final_validations(logs: list[dict]) -> list[float]:
+    """Of the last three validations: the exact engine's greedy answers, so that runs of all engines compare."""
+    return [statistics.fmean([r["validation"] for r in log["rows"] if "validation" in r][-3:]) for log in logs]
+
+
 def spread(values: list[float]) -> str:
-    """Mean and standard error over seeds."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.fmean(values):.3f} ± {error:.3f}"
+    return f"{statistics.fmean(values):.3f} ± {standard_error(values):.3f}"
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def verdict(runs: Runs) -> str:
+    """Each variant against the exact run of its algorithm in fp32, by validation; the difference in standard errors."""
+    exact = [row for key, logs in runs.items() if key[0] == "exact" for log in logs for row in log["rows"]]
+    worst = max(row["max_difference"] for row in exact)
+    lines = [f"- exact: max |delta| over the {len(exact)} steps of all exact runs is {worst:g}"]
+    for key, logs in sorted(runs.items(), key=lambda item: item[1][0]["rows"][-1]["k3"]):
+        baseline = runs.get(("exact", key[1], "bypass", "float32"))
+        if baseline is None or baseline is logs or len(logs) < 2:
+            continue
+        a, b = final_validations(logs), final_validations(baseline)
+        gap, error = statistics.fmean(a) - statistics.fmean(b), math.hypot(standard_error(a), standard_error(b))
+        word = "within two standard errors" if abs(gap) < 2 * error else "higher" if gap > 0 else "lower"
+        lines.append(f"- {', '.join(key)}: {gap:+.3f} ± {error:.3f} against exact, {word}")
+    return "\n".join(lines)
 
 
 def write(folder: pathlib.Path) -> None:
@@ -97,7 +129,13 @@ def write(folder: pathlib.Path) -> None:
         figure(runs, keys, f"{algorithm}, bypass: engines", folder / f"engines_{algorithm}.png")
     keys = {f"noise 2, {mode}": ("noise 2", "grpo", mode, "float32") for mode in ("bypass", "recompute", "decoupled")}
     keys = {"exact": ("exact", "grpo", "bypass", "float32"), **keys}
-    figure(runs, keys, "grpo: what the loss does with the mismatch", folder / "modes.png")
+    figure(runs, keys, "grpo: what the loss does with the mismatch", folder / "modes_grpo.png")
+    keys = {
+        "exact": ("exact", "reinforce", "bypass", "float32"),
+        "noise 2": ("noise 2", "reinforce", "bypass", "float32"),
+        "noise 2, token-TIS": ("noise 2", "reinforce", "decoupled", "float32"),
+    }
+    figure(runs, keys, "reinforce: what a correction does with the mismatch", folder / "modes_reinforce.png")
     keys = {
         "fp32 | fp32": ("exact", "grpo", "bypass", "float32"),
         "bf16 | bf16": ("exact", "grpo", "bypass", "bfloat16"),
@@ -108,8 +146,10 @@ def write(folder: pathlib.Path) -> None:
         "vLLM fp16 | fp16": ("vLLM", "grpo", "bypass", "float16"),
     }
     figure(runs, keys, "grpo, bypass: precision of engine | trainer", folder / "precision.png")
-    (folder / "report.md").write_text(table(runs) + "\n")
-    print(table(runs))
+    pictures = "\n\n".join(f"![{name}]({name}.png)" for name in PICTURES)
+    text = f"# Runs\n\n{table(runs)}\n\n{verdict(runs)}\n\n{pictures}\n"
+    (folder / "report.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
