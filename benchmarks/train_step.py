@@ -57,7 +57,7 @@ def steps(arguments) -> dict[str, float]:
 
 
 MEASURE = """
-import resource, sys, torch
+import sys, torch
 from transformers import LlamaConfig, AutoModelForCausalLM
 from samebits.trainer import exact_model, token_logprobs
 vocab, tokens, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -66,14 +66,17 @@ AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab, **sizes)).save_pr
 model = exact_model(folder)
 ids = [torch.randint(0, vocab, (256,)) for _ in range(tokens // 256)]
 token_logprobs(model, ids[:1])[0].sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+values = dict(line.split(":") for line in open("/proc/self/status"))
+before = int(values["VmRSS"].split()[0])
 torch.cat(token_logprobs(model, ids)).sum().backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+values = dict(line.split(":") for line in open("/proc/self/status"))
+print((int(values["VmHWM"].split()[0]) - before) * 1024)
 """
 
 
 def memory(vocab: int, tokens: int) -> int:
-    """Peak bytes that scoring and its backward add to a process that has done a small one."""
+    """Peak bytes that scoring and its backward add to a process that has done a small one (Linux)."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", MEASURE, str(vocab), str(tokens), folder]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

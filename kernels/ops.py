@@ -406,18 +406,19 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             params = ctx.params[rows]
             temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
-            z = _product(hidden[rows], weight, bias, ctx.route) / temperature
+            z = _product(hidden[rows], weight, bias, ctx.route).div_(temperature)  # in place: two such at a time
             for row, ids in enumerate(params.banned):
                 if ids:
                     z[row, ids] = -math.inf
-            logp = z - fields[rows, 2, None].float()
-            kept = (z >= edges[rows, None]) & (logp > -math.inf)
-            p = torch.where(kept, logp.exp(), 0.0)
-            logp = torch.where(kept, logp, 0.0)
+            outside = (z >= edges[rows, None]).logical_not_()
+            logp = z.sub_(fields[rows, 2, None].float())
+            outside |= logp == -math.inf
+            p = logp.exp().masked_fill_(outside, 0.0)
             entropy = fields[rows, 1, None].float()
             up, here = grad_logprob[rows, None], targets[rows, None]
-            up = torch.where(kept.gather(1, here), up, 0.0)  # a token outside the distribution has no gradient
-            grad = -p * (up + grad_entropy[rows, None] * (logp + entropy))
+            up = torch.where(outside.gather(1, here), 0.0, up)  # a token outside the distribution has no gradient
+            grad = logp.masked_fill_(outside, 0.0).add_(entropy).mul_(grad_entropy[rows, None]).add_(up).mul_(p).neg_()
+            del p
             grad.scatter_add_(1, here, up)
             grad /= temperature
             grad_hidden[rows] = _product(grad, weight.t(), None, "fma")
