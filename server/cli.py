@@ -109,6 +109,7 @@ def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
     dtype: DType = "float32",
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
@@ -139,6 +140,7 @@ def serve(
         llm = loader.submit(
             LLM,
             model,
+            device=device,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

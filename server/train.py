@@ -45,6 +45,7 @@ def train(
     warmup: Annotated[int, typer.Option(help="Updates until lr is reached.")] = 0,
     kl_coef: Annotated[float, typer.Option(help="Weight of the KL to the initial model.")] = 0.0,
     kl: Annotated[str, typer.Option(help="k3 (in the loss) or k1 (in the advantages).")] = "k3",
+    device: Annotated[str, typer.Option(help="Of engine and trainer.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; master weights are float32.")] = "float32",
     chat: Annotated[bool, typer.Option(help="Put prompts through the chat template.")] = False,
     activation_checkpointing: Annotated[bool, typer.Option()] = False,
@@ -71,14 +72,17 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Trains a model on a verifiable task with exact rollouts; under torchrun, with FSDP2 over all its processes."""
+    import torch
     import torch.distributed as dist
 
     from ..correction import Correction, preset
     from ..engine import SamplingParams
+    from ..kernels import ops
     from ..trainer import TrainConfig, Trainer, make_task, save_weights
     from ..trainer.fsdp import init_process_group
 
-    init_process_group()
+    ops.backend(torch.device(device))  # or there are no kernels for it
+    init_process_group(device)
     if verifier is not None and not task.endswith(".jsonl"):
         raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
     problems = make_task(task, **({} if verifier is None else {"verifier": verifier}), seed=seed)
@@ -96,7 +100,7 @@ def train(
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     tiny = model == TINY
     config = TrainConfig(
-        model=str(output_dir / TINY) if tiny else model, dtype=dtype, algorithm=algorithm, mode=mode,  # type: ignore[arg-type]
+        model=str(output_dir / TINY) if tiny else model, device=device, dtype=dtype, algorithm=algorithm, mode=mode,  # type: ignore[arg-type]
         correction=preset(correction) if correction else Correction(), kl=kl, kl_coef=kl_coef,  # type: ignore[arg-type]
         steps=steps, groups_per_step=(64 if tiny else 16) if groups_per_step is None else groups_per_step,
         group_size=group_size, minibatches=minibatches, staleness=staleness, filter_uniform=filter_uniform, chat=chat,

@@ -6,9 +6,12 @@ import pathlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from ..correction import Correction
 from ..correction.losses import Mode, check_clip, check_combination
 from ..engine import SamplingParams
+from ..kernels.ops import backend
 from .losses import ALGORITHMS, Algorithm
 
 
@@ -16,7 +19,8 @@ from .losses import ALGORITHMS, Algorithm
 class TrainConfig:
     """A training run. `steps`, `check`, `save_every`, `keep` and `output_dir` don't change its results.
 
-    model: checkpoint directory, hub id or "smollm2". dtype: of the computation, on both sides; master weights and
+    model: checkpoint directory, hub id or "smollm2". device: of engine and trainer, one that samebits has kernels for;
+    under torchrun each rank takes its own. dtype: of the computation, on both sides; master weights and
     optimizer are fp32. groups_per_step x group_size sequences a step, in `minibatches` optimizer updates of equal size.
     algorithm: one of `losses.ALGORITHMS`; mode, correction, clip, dual_clip: see `correction.policy_loss` (clip None:
     the algorithm's). kl: "k3" adds kl_coef * KL to the loss, "k1" takes it off the advantages of the tokens before it.
@@ -30,6 +34,7 @@ class TrainConfig:
     """
 
     model: str
+    device: str = "cpu"
     dtype: str = "float32"
     algorithm: str = "grpo"
     mode: Mode = "bypass"
@@ -65,6 +70,7 @@ class TrainConfig:
         for name, choices in (("algorithm", ALGORITHMS), ("kl", ("k1", "k3")), ("check", ("every", "first", "off"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        backend(torch.device(self.device))
         for name in ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_pack", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
@@ -19,14 +20,18 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     return model
 
 
-def init_process_group() -> None:
-    """The default process group, over gloo: torchrun's, or one of this process alone."""
+def init_process_group(device: str = "cpu") -> None:
+    """The default process group, of torchrun's processes or of this one alone: gloo, on GPUs nccl for their tensors."""
     if dist.is_initialized():
         return
+    backend = "gloo"
+    if torch.device(device).type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 @contextmanager

@@ -54,10 +54,10 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, task: Task, llm: Any = None):
-        init_process_group()
+        init_process_group(config.device)
         self.config, self.task = config, task
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.llm: Any = llm or LLM(config.model, dtype=config.dtype, **config.engine)
+        self.llm: Any = llm or LLM(config.model, dtype=config.dtype, device=config.device, **config.engine)
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
             self.llm.contract.check(self.contract)
@@ -95,7 +95,7 @@ class Trainer:
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         numerics = {name: self.config.engine[name] for name in ("exact", "linear_route") if name in self.config.engine}
-        return shard(exact_model(self.config.model, **numerics), **policy)
+        return shard(exact_model(self.config.model, device=self.config.device, **numerics), **policy)
 
     @property
     def contract(self) -> Contract:
@@ -199,7 +199,7 @@ class Trainer:
 
     def _see(self, comparison: Comparison, rollouts: list[Rollout], logprobs: list[Tensor]) -> None:
         for rollout, values in zip(rollouts, logprobs, strict=True):
-            comparison.see(rollout, values.detach(), self.llm.weight_version)
+            comparison.see(rollout, values.detach().cpu(), self.llm.weight_version)
 
     @property
     def _must_compare(self) -> bool:

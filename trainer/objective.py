@@ -70,13 +70,13 @@ class Objective:
         lengths = [len(r.token_ids) for r in rollouts]
         tokens = torch.cat(current)
         data = LogProbs(
-            mask=torch.ones(len(tokens)),
-            rollout=torch.cat([r.logprobs for r in rollouts]),
+            mask=torch.ones_like(tokens),
+            rollout=torch.cat([r.logprobs for r in rollouts]).to(tokens.device),
             old=torch.cat(old) if old is not None else tokens.detach(),
             current=tokens,
-            offsets=torch.tensor([0, *lengths]).cumsum(0),
+            offsets=torch.tensor([0, *lengths], device=tokens.device).cumsum(0),
         )
-        advantage = advantages.repeat_interleave(torch.tensor(lengths))
+        advantage = advantages.repeat_interleave(torch.tensor(lengths)).to(tokens.device)
         if self.reference is not None and config.kl == "k1":
             penalties = reference_kl(data.old, torch.cat(reference), "k1").split(lengths)  # type: ignore[union-attr,arg-type]
             to_go = [p.flip(0).cumsum(0).flip(0) for p in penalties]
@@ -89,7 +89,7 @@ class Objective:
         loss = result.loss
         if self.reference is not None and config.kl == "k3":
             kl = reference_kl(tokens, torch.cat(reference), "k3").double()
-            kept = torch.ones(len(kl), dtype=torch.bool)
+            kept = torch.ones_like(kl, dtype=torch.bool)
             loss = loss + config.kl_coef * aggregate(
                 kl, kept, data, recipe.aggregation, "original", divisor, normalizer
             )
