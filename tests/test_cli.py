@@ -51,7 +51,7 @@ def test_verify_passes_and_finds_a_planted_fault(checkpoint):
     [
         ("verify", "MODEL", "--plant-fault", "model.nowhere"),
         ("generate", "/no/such/model", "hi"),
-        ("contract", "--dtype", "float16"),
+        ("contract", "--dtype", "float64"),
     ],
 )
 def test_bad_input_is_one_line_without_traceback(checkpoint, args):
