@@ -741,7 +741,7 @@ def with_value(tensor, index, value):
 DAMAGE = {  # what becomes of a good state dict, and what the error says
     "shape": (lambda s: {**s, NORM: s[NORM][:-1]}, r"model\.norm\.weight.*shape \[99\], expected \[100\]"),
     "transposed": (lambda s: {**s, UP: s[UP].t()}, r"up_proj\.weight.*shape \[100, 172\], expected \[172, 100\]"),
-    "dtype": (lambda s: {**s, NORM: s[NORM].half()}, r"model\.norm\.weight.*float16, expected one of"),
+    "dtype": (lambda s: {**s, NORM: s[NORM].double()}, r"model\.norm\.weight.*float64, expected one of"),
     "unknown": (lambda s: {**s, "model.extra.weight": s[NORM]}, r"unknown tensor 'model\.extra\.weight'"),
     "missing": (lambda s: {k: v for k, v in s.items() if k != DOWN}, r"missing.*layers\.1\.mlp\.down_proj\.weight"),
     "nan": (lambda s: {**s, DOWN: with_value(s[DOWN], (3, 5), float("nan"))}, r"down_proj\.weight.*NaN"),

@@ -275,7 +275,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 DAMAGE = {
     "unknown": (lambda s: {**s, "extra": s[DOWN]}, "unknown tensor 'extra'"),
     "shape": (lambda s: {**s, DOWN: s[DOWN].t().contiguous()}, r"shape [172, 100], expected [100, 172]"),
-    "dtype": (lambda s: {**s, DOWN: s[DOWN].half()}, "torch.float16, expected one of"),
+    "dtype": (lambda s: {**s, DOWN: s[DOWN].double()}, "torch.float64, expected one of"),
     "nan": (lambda s: {**s, DOWN: s[DOWN] * float("nan")}, "holds NaN or infinity"),
 }
 
