@@ -9,9 +9,16 @@ class EngineConfig:
 
     dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's limit).
     max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute (the chunk size).
-    kv_cache_memory_bytes: size of the KV pool; None takes a quarter of the free memory, or less if less can be used.
+    kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
+    divided among those on this machine, or less if less can be used.
     enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
     linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
+
+    pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
+    backend: of these processes: "mp" (children of this one), "ray" (actors of a Ray cluster), "inproc" (stages in this
+    process, for tests). batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how
+    many layers each stage has; None balances them by size, or with `balance` by the time that they take here.
+    worker_timeout: seconds until a worker that doesn't answer counts as dead; start_timeout: until it must have loaded.
     """
 
     dtype: str = "float32"
@@ -24,14 +31,46 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     linear_route: str = "fma"
     exact: bool = True
+    pipeline_parallel_size: int = 1
+    replicas: int = 1
+    backend: str = "mp"
+    batches_in_flight: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    balance: bool = False
+    worker_timeout: float = 60.0
+    start_timeout: float = 300.0
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute."""
+        return self.replicas * self.pipeline_parallel_size
+
+    @property
+    def num_batches(self) -> int:
+        """Steps under way at a time."""
+        return self.batches_in_flight or self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "exact"):
+        if self.backend not in (backends := ("mp", "ray", "inproc")):
+            raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
+        if self.backend == "inproc" and self.replicas > 1:
+            raise ValueError("replicas need processes of their own: backend 'mp' or 'ray'")
+        for name in ("worker_timeout", "start_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if self.stage_layers is not None:
+            counts = tuple(self.stage_layers)
+            object.__setattr__(self, "stage_layers", counts)
+            if len(counts) != self.pipeline_parallel_size or not all(isinstance(n, int) and n > 0 for n in counts):
+                raise ValueError(f"stage_layers {counts}: expected a positive number for each of the "
+                                 f"{self.pipeline_parallel_size} stages")  # fmt: skip
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "exact", "balance"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        optional = "max_model_len", "kv_cache_memory_bytes", "batches_in_flight"
+        for name in (*optional, "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size", "replicas"):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "kv_cache_memory_bytes"):
+            if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")

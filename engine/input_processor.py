@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import pathlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..scheduler import Scheduler
+from transformers import AutoTokenizer
+
+from ..model.checkpoint import CheckpointError
 from .request import Request, Sample
 from .sampling_params import SamplingParams
 
@@ -26,9 +29,17 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
 
     def process(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, scheduler: Scheduler, cache: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        check_fits: Callable[[Request], None],
+        cache: bool,
     ) -> Request:
-        """A request of `params.n` samples; ValueError or TypeError if it can't be served. cache: use known prefixes."""
+        """A request of `params.n` samples; ValueError or TypeError if it can't be served.
+
+        check_fits: raises where the engine could never hold it. cache: use known prefixes.
+        """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, cache_salt = self._token_ids(prompt)
@@ -53,7 +64,7 @@ class InputProcessor:
         request.samples = [Sample(request, index, max_tokens, cache) for index in range(params.n)]
         for sample in request.samples:
             sample.cache_salt = cache_salt
-        scheduler.check_fits(request.samples[0])
+        check_fits(request)
         return request
 
     def _check_ids(self, ids: list[int]) -> None:
@@ -91,3 +102,17 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError(f"{what} need a tokenizer, and {self.where} has none; give token ids")
         return self.tokenizer
+
+
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """The model's tokenizer, or None where it has none: token ids still work."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((path / f).is_file() for f in files):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the libraries below raise many kinds
+        raise CheckpointError(
+            f"the tokenizer in {path} does not load ({type(error).__name__}: {error}); "
+            "mend it, or use token ids with skip_tokenizer_init=True"
+        ) from error

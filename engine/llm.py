@@ -1,35 +1,24 @@
 from __future__ import annotations
 
-import logging
-import math
 import os
-import pathlib
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
-import psutil
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
-from ..kernels import ops
-from ..kernels.contract import Contract
-from ..model.checkpoint import CheckpointError, resolve
-from ..model.exact import contract_of, eos_token_ids, exact_model
-from ..scheduler import BlockManager, Scheduler
+from ..model.checkpoint import resolve
+from ..model.exact import load_config
+from ..scheduler import Scheduler
 from .config import EngineConfig
-from .input_processor import InputProcessor, Prompt
+from .core import MEMORY_TAGS, EngineCore
+from .distributed.fan_out import FanOutUpdate
+from .distributed.router import Router
+from .input_processor import InputProcessor, Prompt, load_tokenizer
 from .interrupts import deferred_interrupt
-from .model_runner import Draw, ModelRunner
 from .outputs import EngineStats, RequestOutput
-from .request import Request, SampledToken
+from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .weights import Source, WeightLoader, WeightUpdate
-
-logger = logging.getLogger(__name__)
-
-MEMORY_TAGS = ("weights", "kv_cache")
+from .transfer import DEFAULT_TIMEOUT
+from .weights import Source, WeightUpdate
 
 
 class LLM:
@@ -42,35 +31,16 @@ class LLM:
     def __init__(self, model: str | os.PathLike, **settings):
         self.config = EngineConfig(**settings)
         self.path = resolve(model)
-        device = self.config.device or "cpu"
-        hf = exact_model(self.path, self.config.dtype, device, self.config.linear_route, self.config.exact)
-        self.model_config = hf.config
-        self.contract: Contract | None = contract_of(hf) if self.config.exact else None
-        limit = hf.config.max_position_embeddings
-        if (self.config.max_model_len or 0) > limit:
-            raise ValueError(f"max_model_len {self.config.max_model_len} exceeds the model's {limit} positions")
-        self.max_model_len = self.config.max_model_len or limit
-        self.eos_token_ids = eos_token_ids(hf)
-        self.weight_version = 0
-        self.has_weights = True
-        self._weights_path: pathlib.Path | None = self.path  # where the weights in force can be read again
-        self._weights = WeightLoader(hf)
-        self.weight_bytes = sum(p.nbytes for p in hf.parameters())
-        block_bytes = ModelRunner.block_bytes(hf)
-        block_size = ops.backend(hf.device).BLOCK
-        num_blocks = self._num_blocks(block_bytes, block_size)
-        self._runner = ModelRunner(hf, num_blocks)
-        blocks = BlockManager(num_blocks, block_size)
-        blocks.reset_prefix_cache(self._salt())
-        self.scheduler = Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        self.kv_cache_bytes = num_blocks * block_bytes
-        self._requests: dict[str, Request] = {}
+        self.model_config = load_config(self.path)
+        core = Router if self.config.replicas > 1 else EngineCore
+        self.core: EngineCore | Router = core(self.path, self.config)
+        self.contract = self.core.contract
+        self.eos_token_ids = self.core.eos_token_ids
+        self.max_model_len = self.core.max_model_len
         self._undelivered: dict[str, Request] = {}  # progressed since `step` last reported them
-        self._next_seq_id = 0
         self._next_request_id = 0
-        self._generation_tokens = 0
-        self._step_seconds = 0.0
-        self.tokenizer = None if self.config.skip_tokenizer_init else self._load_tokenizer()
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
+        self.core.tokenizer = self.tokenizer
         self.processor = self.input_processor(self.tokenizer)
 
     # --- generation -------------------------------------------------------------------------------------------------
@@ -154,6 +124,7 @@ class LLM:
 
     def take_outputs(self) -> list[RequestOutput]:
         """What `step` would report, without a step: requests aborted since."""
+        self._note_progress()
         late = RequestOutputKind.FINAL_ONLY
         due = [r for r in self._undelivered.values() if r.finished or r.params.output_kind is not late]
         outputs = [r.output(self.tokenizer) for r in due]
@@ -162,77 +133,28 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Has `step` anything left to compute or to report?"""
-        return bool(self._requests or self._undelivered)
+        self._note_progress()
+        return bool(self.core.requests or self._undelivered)
 
     @property
     def unfinished_request_ids(self) -> list[str]:
-        return list(self._requests)
+        return list(self.core.requests)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its samples so far get finish_reason "abort", and `step` reports it once more. False if it
         isn't running (any more)."""
-        request = self._requests.get(request_id)
+        request = self.core.requests.get(request_id)
         if request is not None:
-            self._end(request, "abort")
+            self.core.end(request, "abort")
+        self._note_progress()
         return request is not None
 
-    def _end(self, request: Request, reason: str, detail: str | None = None) -> None:
-        """Ends all samples of a request that are still unfinished."""
-        leader = request.samples[0]
-        unstarted = {s.seq_id for s in leader.siblings}
-        leader.siblings = []
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sample.finish_reason, sample.stop_reason = reason, detail
-                if sample.seq_id not in unstarted:
-                    self.scheduler.finish(sample)
-        del self._requests[request.request_id]
-        self._undelivered[request.request_id] = request
-
     def _step(self) -> None:
-        start = time.perf_counter()
-        if not self.ready:
-            raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
-        with deferred_interrupt():  # state changes whole steps at a time
-            batch = self.scheduler.schedule()
-            if not batch.sequences:
-                return
-            self._runner.copy_blocks(self.scheduler.block_copies)
-            self.scheduler.block_copies.clear()
-            results = self._runner.run(batch)
-            self.scheduler.advance(batch)
-            for seq in batch.sequences:
-                if seq.num_cached_tokens == seq.num_tokens:  # its next token is in the results
-                    self.scheduler.fork(seq)
-            for draw, token in results:
-                self._receive(draw, token)
-            self._step_seconds += time.perf_counter() - start
+        self.core.step()
+        self._note_progress()
 
-    def _receive(self, draw: Draw, token: SampledToken) -> None:
-        """One result of a step. What is wrong with a request ends that request alone."""
-        sample, request = draw.sample, draw.sample.request
-        if sample.finish_reason is not None:  # its request failed on an earlier result of this step
-            return
-        problem = "non-finite logits; check the weights" if math.isnan(token.logprob) else None
-        if problem is None and draw.target >= 0:
-            request.prompt_scores.append(token)
-            return
-        if problem is None:
-            sample.append(token, self.weight_version)
-            self._generation_tokens += 1
-            try:
-                request.check_stop(sample, self.tokenizer)
-            except Exception as error:  # e.g. the tokenizer's
-                problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            logger.warning("request %s ends with an error: %s", request.request_id, problem)
-            self._end(request, "error", problem)
-            return
-        self._undelivered[request.request_id] = request
-        if sample.finish_reason is not None:
-            self.scheduler.finish(sample)
-            if request.finished:
-                del self._requests[request.request_id]
+    def _note_progress(self) -> None:
+        self._undelivered |= {r.request_id: r for r in self.core.take_progress()}
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -241,7 +163,7 @@ class LLM:
     ) -> Request:
         """A checked request for `add_request`. Changes nothing: other threads may call it with their own processor."""
         cache = self.config.enable_prefix_caching
-        return (processor or self.processor).process(prompt, params, request_id, self.scheduler, cache)
+        return (processor or self.processor).process(prompt, params, request_id, self.core.check_fits, cache)
 
     def input_processor(self, tokenizer) -> InputProcessor:
         vocab = self.model_config.vocab_size
@@ -250,18 +172,16 @@ class LLM:
     def _new_request_id(self) -> str:
         while True:
             request_id, self._next_request_id = f"request-{self._next_request_id}", self._next_request_id + 1
-            if request_id not in self._requests and request_id not in self._undelivered:
+            if not self._in_use(request_id):
                 return request_id
 
     def _submit(self, request: Request) -> None:
-        if request.request_id in self._requests or request.request_id in self._undelivered:
+        if self._in_use(request.request_id):
             raise ValueError(f"request_id {request.request_id!r} is in use")
-        for sample in request.samples:
-            sample.seq_id, self._next_seq_id = self._next_seq_id, self._next_seq_id + 1
-        leader, *siblings = request.samples
-        leader.siblings = list(siblings)
-        self.scheduler.add(leader)
-        self._requests[request.request_id] = request
+        self.core.submit(request)
+
+    def _in_use(self, request_id: str) -> bool:
+        return request_id in self.core.requests or request_id in self._undelivered
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -280,25 +200,60 @@ class LLM:
         update.load(source, self.contract)
         return self.commit_weight_update(update, version, recompute_running)
 
-    def begin_weight_update(self) -> WeightUpdate:
+    def begin_weight_update(self) -> WeightUpdate | FanOutUpdate:
         """An update to be loaded in parts, from any thread, while the engine goes on."""
-        return WeightUpdate(self._weights)
+        return self.core.begin_weight_update()
 
     def commit_weight_update(
-        self, update: WeightUpdate, version: int | None = None, recompute_running: bool = True
+        self, update: WeightUpdate | FanOutUpdate, version: int | None = None, recompute_running: bool = True
     ) -> int:
-        """Puts a complete update in force; otherwise as `update_weights`."""
+        """Puts a complete update in force, in all stages and replicas or in none; otherwise as `update_weights`."""
         version = self._check_version(version)
-        update.check_complete()
-        with deferred_interrupt():
-            self._weights.switch(update)
-            self.weight_version, self.has_weights, self._weights_path = version, True, update.path
-            keep = () if recompute_running else [r for r in self._requests.values() if not r.partly_scored]
-            self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
-            for request in self._requests.values():
-                if request.partly_scored:
-                    request.prompt_scores = []
+        self.core.commit_weight_update(update, version, recompute_running)
         return version
+
+    @property
+    def weight_version(self) -> int:
+        return self.core.weight_version
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all stages and replicas."""
+        return self.core.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of all stages and replicas."""
+        return self.core.kv_cache_bytes
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that this engine takes in a weight group: one a stage of each replica."""
+        return self.core.world_size
+
+    def join_weight_group(
+        self,
+        name: str,
+        master_address: str,
+        master_port: int | str,
+        rank: int,
+        world_size: int,
+        backend: str = "gloo",
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Makes this engine ranks `rank` to `rank + self.world_size - 1` of a `WeightGroup`, for `update.receive`.
+
+        Waits for all other ranks. A group of that name from before is left.
+        """
+        self.core.join_weight_group(name, master_address, master_port, rank, world_size, backend, timeout)
+
+    def leave_weight_group(self, name: str) -> bool:
+        """True if there was one."""
+        return self.core.leave_weight_group(name)
+
+    def has_weight_group(self, name: str) -> bool:
+        """Is there a group of that name, and is it of use?"""
+        return self.core.has_weight_group(name)
 
     def _check_version(self, version: int | None) -> int:
         if version is None:
@@ -309,23 +264,22 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Forgets all cached prefixes. Running requests keep their KV, unless they are to be reset, too: recomputed."""
-        if reset_running_requests:
-            self.scheduler.preempt_all(self._salt())
-        self.scheduler.blocks.reset_prefix_cache(self._salt())
-
-    def _salt(self) -> bytes:
-        return self.weight_version.to_bytes(16, "little")
+        self.core.reset_prefix_cache(reset_running_requests)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Can it step: has it KV memory and weights?"""
-        return self.has_weights and self.has_kv_cache
+        return self.core.ready
 
     @property
     def has_kv_cache(self) -> bool:
-        return bool(self._runner.kv_caches)
+        return self.core.has_kv_cache
+
+    @property
+    def has_weights(self) -> bool:
+        return self.core.has_weights
 
     def sleep(self, level: int = 1) -> int:
         """Frees the KV memory, at level 2 the weights too, and returns the bytes freed.
@@ -339,71 +293,31 @@ class LLM:
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> int:
         """`sleep`, by the names of what is to be freed."""
         _check_tags(tags)
-        freed = 0
-        if "kv_cache" in tags and self._runner.kv_caches:
-            self.reset_prefix_cache(reset_running_requests=True)
-            self._runner.kv_caches, freed = [], self.kv_cache_bytes
-        if "weights" in tags and self.has_weights:
-            self._weights.drop()
-            self.has_weights, freed = False, freed + self.weight_bytes
-        return freed
+        return self.core.release_memory(tags)
 
     def wake_up(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Takes the memory again. Dropped weights come back from the checkpoint if that is what they were; otherwise
         the engine needs an update before it can `step`."""
         _check_tags(tags)
-        if "weights" in tags and not self.has_weights and self._weights_path is not None:
-            update = self.begin_weight_update()
-            update.load(self._weights_path)
-            self._weights.switch(update)
-            self.has_weights = True
-        if "kv_cache" in tags and not self._runner.kv_caches:
-            self._runner.kv_caches = self._runner.new_kv_caches(self._runner.model, self._runner.num_blocks)
+        self.core.wake_up(tags)
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, as the engine holds it; tied tensors under their first name."""
-        return self._weights.checksums()
+        return self.core.weight_checksums()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of an engine without replicas."""
+        return self.core.scheduler  # type: ignore[union-attr]
+
     def stats(self) -> EngineStats:
-        blocks, counters = self.scheduler.blocks, asdict(self.scheduler.stats)
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            kv_blocks_used=blocks.num_blocks - blocks.num_free,
-            kv_blocks_total=blocks.num_blocks,
-            kv_cache_bytes=self.kv_cache_bytes,
-            generation_tokens=self._generation_tokens,
-            step_seconds=self._step_seconds,
-            weight_version=self.weight_version,
-            **counters,
-        )
+        return self.core.stats()
 
-    def _load_tokenizer(self) -> Any:
-        """The model's tokenizer, or None where it has none: token ids still work."""
-        files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-        if not any((self.path / f).is_file() for f in files):
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(self.path)
-        except Exception as error:  # the libraries below raise many kinds
-            raise CheckpointError(
-                f"the tokenizer in {self.path} does not load ({type(error).__name__}: {error}); "
-                "mend it, or use token ids with skip_tokenizer_init=True"
-            ) from error
-
-    def _num_blocks(self, block_bytes: int, block_size: int) -> int:
-        per_seq = -(-self.max_model_len // block_size)
-        if self.config.kv_cache_memory_bytes is not None:
-            count = self.config.kv_cache_memory_bytes // block_bytes
-            if count < 1:
-                raise ValueError(f"kv_cache_memory_bytes is less than one block of {block_bytes} bytes")
-            return count
-        free = psutil.virtual_memory().available // 4 // block_bytes
-        if free < 1:
-            raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
-        return min(free, per_seq * self.config.max_num_seqs)
+    def close(self) -> None:
+        """Ends the processes of stages and replicas, which would otherwise end with this one."""
+        self.core.close()
 
 
 def _check_tags(tags: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs one step: packs the scheduled tokens into [1, T], calls HF's forward, and draws the next tokens."""
+"""One step: packs the scheduled tokens into [1, T], calls HF's forward, and draws the next tokens."""
 
 from __future__ import annotations
 
@@ -31,68 +31,72 @@ class PackedEmbedding(nn.Embedding):
 
 @dataclass
 class Draw:
-    """One token to sample, or (target >= 0) to score, from row `row` of the batch's logits."""
+    """One token to sample, or (target >= 0) to score, from row `row` of the logits."""
 
     sample: Sample
     row: int
     target: int = -1
 
 
-class ModelRunner:
-    """The model, its KV cache, and the step. Reads sequences, never changes them."""
+@dataclass
+class Plan:
+    """One step as the model sees it: arrays, no sequences, so that it can travel to other processes.
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int):
-        self.model = model
-        model.set_attn_implementation(attention.NAME)  # pages have no other
-        self.kernels = ops.backend(model.device)
-        self.group = model.config.num_attention_heads // model.config.num_key_value_heads
-        self.num_blocks = num_blocks
-        self.kv_caches = self.new_kv_caches(model, num_blocks)
-        self.pack_weights()
+    token_ids int64 [T]; block_copies: KV blocks (source, destination) to copy first; rows: of the T, those that give
+    logits. Of each draw: index int64, its place in rows; targets int64, the token to score or -1; seeds uint64,
+    sample_indices int64, positions int64: the random number's counters; top: how many alternatives to report (-1: not
+    even the rank); raw: report the log-prob before temperature and filters, too.
+    """
 
-    @property
-    def head(self) -> LMHead:
-        return self.model.get_output_embeddings()
+    token_ids: np.ndarray
+    layout: ops.PagedLayout
+    block_copies: list[tuple[int, int]]
+    rows: list[int]
+    index: np.ndarray
+    targets: np.ndarray
+    seeds: np.ndarray
+    sample_indices: np.ndarray
+    positions: np.ndarray
+    params: ops.RowParams
+    top: list[int]
+    raw: list[bool]
 
-    @staticmethod
-    def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """One (k, v) pair a layer."""
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = num_blocks, config.num_key_value_heads, head_dim
-        new = ops.backend(model.device).new_kv_cache
-        return [new(*shape, model.dtype) for _ in range(config.num_hidden_layers)]
 
-    @staticmethod
-    def block_bytes(model: PreTrainedModel) -> int:
-        """Bytes of one KV block over all layers."""
-        return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
+class Planner:
+    """Makes a step's `Plan` of the scheduler's batch. Reads sequences, never changes them."""
 
-    def pack_weights(self) -> None:
-        """Rollout-only layout: each weight lives once, packed for the product."""
-        embedding: Any = self.model.get_input_embeddings()
-        tied = embedding.weight is self.head.weight
-        for module in self.model.modules():
-            if isinstance(module, ExactLinear) and module.route == "fma":
-                module.packed = ops.PackedWeight.pack(module.weight)
-                module.weight = None  # type: ignore[assignment]
-        for module in self.model.modules():
-            for names in _SHARED_INPUTS:
-                group = [getattr(module, name, None) for name in names]
-                if all(isinstance(m, ExactLinear) and m.packed is not None for m in group):
-                    SharedInput(group)  # type: ignore[arg-type]
-        if tied and self.head.packed is not None:
-            embedding.__class__ = PackedEmbedding
-            embedding.packed = self.head.packed
-            embedding.weight = None
+    def __init__(self, config, device: torch.device):
+        self.kernels = ops.backend(device)
+        self.group = config.num_attention_heads // config.num_key_value_heads
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole KV blocks, source to destination, in every layer."""
-        if copies:
-            source, destination = torch.tensor(copies).unbind(1)
-            for caches in self.kv_caches:
-                for cache in caches:
-                    cache[destination] = cache[source]
+    def plan(self, batch: Batch, block_copies: list[tuple[int, int]]) -> tuple[Plan, list[Draw]]:
+        """The plan, and whom its results belong to."""
+        draws, rows = self._draws(batch)
+        requests = [d.sample.request for d in draws]
+        settings = [r.params for r in requests]
+        params = ops.RowParams(
+            np.array([p.temperature for p in settings], np.float64),
+            np.array([p.top_k for p in settings], np.int64),
+            np.array([p.top_p for p in settings], np.float64),
+            np.array([p.min_p for p in settings], np.float64),
+            [_banned(d) for d in draws],
+        )
+        counts = [p.logprobs if d.target < 0 else p.prompt_logprobs for p, d in zip(settings, draws, strict=True)]
+        plan = Plan(
+            token_ids=np.array([t for s in batch.sequences for t in s.scheduled_token_ids], np.int64),
+            layout=self._layout(batch),
+            block_copies=list(block_copies),
+            rows=rows,
+            index=np.array([d.row for d in draws], np.int64),
+            targets=np.array([d.target for d in draws], np.int64),
+            seeds=np.array([r.seed for r in requests], np.uint64),
+            sample_indices=np.array([d.sample.sample_index for d in draws], np.int64),
+            positions=np.array([d.sample.num_tokens for d in draws], np.int64),
+            params=params,
+            top=[-1 if c is None else c for c in counts],
+            raw=[p.raw_logprobs for p in settings],
+        )
+        return plan, draws
 
     def _layout(self, batch: Batch) -> ops.PagedLayout:
         size = self.kernels.BLOCK
@@ -117,8 +121,8 @@ class ModelRunner:
             assert isinstance(seq, Sample)
             start, count = seq.num_cached_tokens, seq.num_scheduled_tokens
             if seq.request.params.prompt_logprobs is not None and seq.sample_index == 0:
-                done = 1 + len(seq.request.prompt_scores)  # recompute after preemption scores nothing twice
-                for position in range(max(start, done - 1), min(start + count, seq.num_prompt_tokens - 1)):
+                done = seq.request.num_scores_due  # recompute after preemption scores nothing twice
+                for position in range(max(start, done), min(start + count, seq.num_prompt_tokens - 1)):
                     draws.append(Draw(seq, len(rows), seq.token_ids[position + 1]))
                     rows.append(first + position - start)
             if seq.samples_now:
@@ -127,72 +131,115 @@ class ModelRunner:
             first += count
         return draws, rows
 
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> list[tuple[Draw, SampledToken]]:
-        """Computes the batch's KV; samples the tokens that are due and scores the prompt tokens that were asked for."""
-        layout = self._layout(batch)
-        ids = torch.tensor([t for s in batch.sequences for t in s.scheduled_token_ids])
-        positions = torch.from_numpy(layout.positions).long()
-        hidden = self.model.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, kv_caches=self.kv_caches
-        ).last_hidden_state[0]
-        draws, rows = self._draws(batch)
-        results: list[tuple[Draw, SampledToken]] = []
-        for start in range(0, len(draws), LOGIT_ROWS):
-            part = draws[start : start + LOGIT_ROWS]
-            first, last = part[0].row, part[-1].row
-            logits = self.head(hidden[rows[first : last + 1]])
-            results += zip(part, self._sample(logits, part, first), strict=True)
-        return results
-
-    def _sample(self, logits: Tensor, draws: list[Draw], first_row: int) -> list[SampledToken]:
-        """A token for each draw; its log-prob is NaN where the logits aren't finite."""
-        index = [d.row - first_row for d in draws]
-        if index != list(range(logits.shape[0])):
-            logits = logits[index]
-        requests = [d.sample.request for d in draws]
-        settings = [r.params for r in requests]
-        params = ops.RowParams(
-            np.array([p.temperature for p in settings], np.float64),
-            np.array([p.top_k for p in settings], np.int64),
-            np.array([p.top_p for p in settings], np.float64),
-            np.array([p.min_p for p in settings], np.float64),
-            [_banned(d) for d in draws],
-        )
-        tokens = np.array([d.target for d in draws], np.int64)
-        fields, thresholds = ops.distribution(
-            logits,
-            params,
-            tokens,
-            np.array([r.seed for r in requests], np.uint64),
-            np.array([d.sample.sample_index for d in draws], np.int64),
-            np.array([d.sample.num_tokens for d in draws], np.int64),
-        )
-        logprobs = fields[:, 0].float().tolist()
-        result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
-        self._add_raw(logits, settings, tokens, result)
-        for i, setting in enumerate(settings):
-            count = setting.logprobs if draws[i].target < 0 else setting.prompt_logprobs
-            if count is not None:
-                logits[i, params.banned[i]] = -torch.inf
-                result[i].rank = 1 + int((logits[i] > logits[i, tokens[i]]).sum())
-            if count:
-                logp = logits[i] / (setting.temperature or 1.0)
-                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
-                values, best = logp.topk(min(count, logp.numel()))
-                result[i].top_logprobs = dict(zip(best.tolist(), values.tolist(), strict=True))
-        return result
-
-    @staticmethod
-    def _add_raw(logits: Tensor, settings, tokens: np.ndarray, result: list[SampledToken]) -> None:
-        raw = [i for i, p in enumerate(settings) if p.raw_logprobs]
-        if raw:
-            fields, _ = ops.distribution(logits[raw], ops.RowParams.repeat(len(raw)), tokens[raw])
-            for i, value in zip(raw, fields[:, 0].float().tolist(), strict=True):
-                result[i].raw_logprob = value
-
 
 def _banned(draw: Draw) -> list[int]:
     request = draw.sample.request
     early = draw.target < 0 and draw.sample.num_completion_tokens < request.params.min_tokens
     return request.terminal_ids if early else []
+
+
+class ModelRunner:
+    """A model, or a pipeline stage's slice of one, with the KV cache of its layers."""
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int):
+        self.model = model
+        model.set_attn_implementation(attention.NAME)  # pages have no other
+        self.num_blocks = num_blocks
+        self.kv_caches = self.new_kv_caches(model, num_blocks)
+        self.pack_weights()
+
+    @property
+    def head(self) -> LMHead | None:
+        """None on all stages but the last."""
+        return self.model.get_output_embeddings()
+
+    @staticmethod
+    def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """One (k, v) pair a layer."""
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = num_blocks, config.num_key_value_heads, head_dim
+        new = ops.backend(model.device).new_kv_cache
+        return [new(*shape, model.dtype) for _ in range(config.num_hidden_layers)]
+
+    @staticmethod
+    def block_bytes(model: PreTrainedModel) -> int:
+        """Bytes of one KV block over all layers."""
+        return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
+
+    def pack_weights(self) -> None:
+        """Rollout-only layout: each weight lives once, packed for the product."""
+        embedding: Any = self.model.get_input_embeddings()
+        tied = None not in (embedding, self.head) and embedding.weight is self.head.weight  # type: ignore[union-attr]
+        for module in self.model.modules():
+            if isinstance(module, ExactLinear) and module.route == "fma":
+                module.packed = ops.PackedWeight.pack(module.weight)
+                module.weight = None  # type: ignore[assignment]
+        for module in self.model.modules():
+            for names in _SHARED_INPUTS:
+                group = [getattr(module, name, None) for name in names]
+                if all(isinstance(m, ExactLinear) and m.packed is not None for m in group):
+                    SharedInput(group)  # type: ignore[arg-type]
+        if tied and self.head is not None and self.head.packed is not None:
+            embedding.__class__ = PackedEmbedding
+            embedding.packed = self.head.packed
+            embedding.weight = None
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole KV blocks, source to destination, in every layer."""
+        if copies:
+            source, destination = torch.tensor(copies).unbind(1)
+            for caches in self.kv_caches:
+                for cache in caches:
+                    cache[destination] = cache[source]
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | list[SampledToken]:
+        """Computes the plan's KV. Returns the tokens that it samples and scores, or [T, hidden] for the next stage.
+
+        hidden: what the stage before this one returned, if there is one.
+        """
+        self.copy_blocks(plan.block_copies)
+        given = {"input_ids": torch.from_numpy(plan.token_ids)[None]}
+        if hidden is not None:
+            given = {"inputs_embeds": hidden[None]}
+        positions = torch.from_numpy(plan.layout.positions).long()[None]
+        hidden = self.model.base_model(
+            **given, position_ids=positions, use_cache=False, layout=plan.layout, kv_caches=self.kv_caches
+        ).last_hidden_state[0]
+        if self.head is None:
+            return hidden
+        results: list[SampledToken] = []
+        for start in range(0, len(plan.index), LOGIT_ROWS):
+            part = slice(start, start + LOGIT_ROWS)
+            first, last = plan.index[part][[0, -1]]
+            logits = self.head(hidden[plan.rows[first : last + 1]])
+            results += self._sample(logits, plan, part, first)
+        return results
+
+    @staticmethod
+    def _sample(logits: Tensor, plan: Plan, part: slice, first_row: int) -> list[SampledToken]:
+        """A token for each draw of the part; its log-prob is NaN where the logits aren't finite."""
+        index = (plan.index[part] - first_row).tolist()
+        if index != list(range(logits.shape[0])):
+            logits = logits[index]
+        params, tokens = plan.params[part], plan.targets[part].copy()
+        counters = plan.seeds[part], plan.sample_indices[part], plan.positions[part]
+        fields, thresholds = ops.distribution(logits, params, tokens, *counters)
+        logprobs = fields[:, 0].float().tolist()
+        result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
+        raw = [i for i, wanted in enumerate(plan.raw[part]) if wanted]
+        if raw:
+            plain, _ = ops.distribution(logits[raw], ops.RowParams.repeat(len(raw)), tokens[raw])
+            for i, value in zip(raw, plain[:, 0].float().tolist(), strict=True):
+                result[i].raw_logprob = value
+        for i, count in enumerate(plan.top[part]):
+            if count >= 0:
+                logits[i, params.banned[i]] = -torch.inf
+                result[i].rank = 1 + int((logits[i] > logits[i, tokens[i]]).sum())
+            if count > 0:
+                logp = logits[i] / (params.temperature[i] or 1.0)
+                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
+                values, best = logp.topk(min(count, logp.numel()))
+                result[i].top_logprobs = dict(zip(best.tolist(), values.tolist(), strict=True))
+        return result

@@ -35,6 +35,12 @@ class Sample(Sequence):
         self.reported_chars = 0
         self.reported_end = False
 
+    def __getstate__(self) -> dict:
+        """As it goes to a replica: with its tokens, without KV, which is computed again there."""
+        kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text"
+        fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
+        return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
+
     def append(self, token: SampledToken, version: int) -> None:
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
@@ -62,6 +68,7 @@ class Request:
     eos_token_ids: tuple[int, ...]  # empty when EOS is ignored
     samples: list[Sample] = field(default_factory=list)
     prompt_scores: list[SampledToken] = field(default_factory=list)
+    num_scores_due: int = 0  # prompt scores that are there or under way
 
     @property
     def finished(self) -> bool:
@@ -90,9 +97,10 @@ class Request:
             sample.finish_reason = "length"
 
     def _check_stop_strings(self, sample: Sample, tokenizer) -> None:
-        stream = _stream(sample, tokenizer)
+        stream, ids = _stream(sample, tokenizer), sample.completion_token_ids
+        stream.read(ids[:-1])  # known, unless the sample came from another replica
         before = len(stream.text)
-        stream.read(sample.completion_token_ids)
+        stream.read(ids)
         if sample.num_completion_tokens <= self.params.min_tokens:
             return
         ends = [(stream.text.find(s, max(0, before - len(s) + 1)), s) for s in self.params.stop]  # in the new text

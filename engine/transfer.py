@@ -123,7 +123,7 @@ class WeightGroup:
         where = f"{master_address}:{master_port}"
         logger.info("joining weight group %r at %s as rank %d of %d over %s", name, where, rank, world_size, backend)
         try:
-            self._backend: Any = _new_backend(where, rank, world_size, name, backend, timeout)
+            self._backend: Any = new_backend(where, rank, world_size, name, backend, timeout)
         except (RuntimeError, ValueError) as error:  # torch's: timed out, refused
             raise TransferError(
                 f"rank {rank} of {world_size} could not join weight group {name!r} at {where} in {timeout:g} s: {error}"
@@ -219,7 +219,7 @@ class WeightGroup:
         self.close()
 
 
-def _new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
+def new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
     """A group's backend that torch's registry of groups doesn't know, so that names may repeat in a process.
 
     The prefixes of the store's keys are part of the protocol: they are those that torch's own helper gives the groups

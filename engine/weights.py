@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError
 from ..model.checkpoint import manifest
 from ..model.exact import LMHead, contract_of
-from .transfer import TensorSpec, gathering, manifest_of
+from ..model.stage import shift_layer
+from .transfer import TensorSpec, WeightGroup, gathering, manifest_of
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
@@ -27,21 +30,86 @@ class WeightUpdateError(ValueError):
     """An update was refused; the old weights serve on."""
 
 
-class WeightLoader:
-    """Knows an engine model's tensors by name, and replaces them all at once."""
+@dataclass
+class WeightTable:
+    """The names and shapes of a model's tensors, and which of them are one (name -> the first of the twins)."""
 
-    def __init__(self, model: nn.Module):
-        """`model` before its weights are packed."""
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+
+    @classmethod
+    def joined(cls, tables: Iterable[WeightTable]) -> WeightTable:
+        """Of a model whose parts have these."""
+        whole = cls({}, {})
+        for table in tables:
+            whole.shapes |= table.shapes
+            whole.tied |= table.tied
+        return whole
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.shapes:
+            raise WeightUpdateError(f"unknown tensor {name!r}; the model has none of this name")
+        if shape != self.shapes[name]:
+            raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(self.shapes[name])}")
+
+    def check(self, manifest: Iterable[TensorSpec], given: Iterable[str] = ()) -> set[str]:
+        """Raises the WeightUpdateError that tensors of this manifest would cause, after those that were given before.
+        Returns all names that there are then."""
+        names = set(given)
+        for spec in manifest:
+            if spec.name in names:
+                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
+            names.add(spec.name)
+            self.check_shape(spec.name, spec.shape)
+            check_dtype(spec.name, spec.dtype, "cpu")
+        return names
+
+    def missing(self, names: set[str]) -> list[str]:
+        """The model's tensors that `names`, and what is tied to them, leave out."""
+        tied = {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
+        return sorted(set(self.shapes) - names - tied)
+
+    def check_complete(self, names: set[str]) -> None:
+        if missing := self.missing(names):
+            raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+
+    def check_directory(self, path: pathlib.Path) -> None:
+        entries = manifest(path)
+        for name, (_, shape, _) in entries.items():
+            self.check_shape(name, shape)
+        self.check_complete(set(entries))
+
+
+def check_dtype(name: str, dtype: torch.dtype, device: str) -> None:
+    if dtype not in (supported := ops.DTYPES[device]):
+        raise WeightUpdateError(f"tensor {name!r} is {dtype}, expected one of {supported}")
+
+
+class WeightLoader:
+    """Knows the tensors of an engine's model, or of a stage of it, by name, and replaces them all at once."""
+
+    def __init__(self, model: PreTrainedModel, first_layer: int = 0, whole: bool = True):
+        """`model` before its weights are packed. first_layer: the number in the whole model of its layer 0. A part
+        (not whole) passes over tensors that are not its own."""
+        self.whole = whole
+        named = model.named_parameters(remove_duplicate=False)
+        parameters = {shift_layer(name, first_layer): p for name, p in named}
         self.dtype = next(iter(parameters.values())).dtype
-        modules = dict(model.named_modules())
+        modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
         first = {id(p): name for name, p in reversed(parameters.items())}
-        self.tied = {name: first[id(p)] for name, p in parameters.items() if first[id(p)] != name}
         self.slots: dict[str, list[tuple[Any, str]]] = {}  # where a tensor is used; under the first of tied names
         for name, p in parameters.items():
             owner, _, leaf = name.rpartition(".")
             self.slots.setdefault(first[id(p)], []).append((modules[owner], leaf))
+        tied = {name: first[id(p)] for name, p in parameters.items() if first[id(p)] != name}
+        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied)
+        if model.config.tie_word_embeddings and model.get_output_embeddings() is None:
+            for twin, name in model._tied_weights_keys.items():  # on another stage, and yet ours by either name
+                if name in parameters:
+                    self.table.tied[twin], self.table.shapes[twin] = name, self.table.shapes[name]
+
+    def owns(self, name: str) -> bool:
+        return self.whole or name in self.table.shapes
 
     def switch(self, update: WeightUpdate) -> None:
         """Puts an update's tensors in the place of the old ones. Nothing can fail here."""
@@ -73,24 +141,14 @@ class WeightLoader:
             hashes[name] = checksum(rows)
         return hashes
 
-    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self.shapes:
-            raise WeightUpdateError(f"unknown tensor {name!r}; the model has none of this name")
-        if shape != self.shapes[name]:
-            raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(self.shapes[name])}")
-
-    def check_dtype(self, name: str, dtype: torch.dtype, device: str) -> None:
-        if dtype not in (supported := ops.DTYPES[device]):
-            raise WeightUpdateError(f"tensor {name!r} is {dtype}, expected one of {supported}")
-
-    def missing(self, names: set[str]) -> list[str]:
-        """The model's tensors that `names`, and what is tied to them, leave out."""
-        tied = {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
-        return sorted(set(self.shapes) - names - tied)
-
-    def check_complete(self, names: set[str]) -> None:
-        if missing := self.missing(names):
-            raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights in force, as an update takes them; tied ones once."""
+        for name, slots in self.slots.items():
+            module, leaf = slots[0]
+            if packed(module, leaf):
+                yield name, module.packed.rows(torch.arange(module.packed.features))
+            else:
+                yield name, getattr(module, leaf).detach()
 
 
 class WeightUpdate:
@@ -99,8 +157,9 @@ class WeightUpdate:
     Any thread may load while the engine computes; `LLM.commit_weight_update` puts them in force, all or nothing.
     """
 
-    def __init__(self, loader: WeightLoader):
+    def __init__(self, loader: WeightLoader, groups: dict[str, WeightGroup]):
         self.loader = loader
+        self.groups = groups
         self.path: pathlib.Path | None = None  # of the checkpoint that it is, if it is one
         self.staged: dict[str, Tensor | ops.PackedWeight] = {}
         self.given: dict[str, Tensor | None] = {}  # the tensor where it is needed for comparison with its tied twin
@@ -108,22 +167,16 @@ class WeightUpdate:
     @property
     def missing(self) -> list[str]:
         """Names still to come."""
-        return self.loader.missing(set(self.given))
+        return self.loader.table.missing(set(self.given))
 
     def check(self, manifest: Iterable[TensorSpec], complete: bool = False) -> None:
         """Raises the WeightUpdateError that tensors of this manifest would cause, before any of them comes.
 
         complete: must they be all that is missing?
         """
-        names: set[str] = set()
-        for spec in manifest:
-            if spec.name in names or spec.name in self.given:
-                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
-            names.add(spec.name)
-            self.loader.check_shape(spec.name, spec.shape)
-            self.loader.check_dtype(spec.name, spec.dtype, "cpu")
+        names = self.loader.table.check(manifest, self.given)
         if complete:
-            self.loader.check_complete(names | set(self.given))
+            self.loader.table.check_complete(names)
 
     def load(self, source: Source, contract: Contract | None = None) -> None:
         """Loads and checks every tensor of `source`: a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs,
@@ -148,38 +201,45 @@ class WeightUpdate:
         for name, tensor in source:
             self._add(name, tensor)
 
+    def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
+        """Loads tensors that rank 0 of a weight group broadcasts now."""
+        with contextlib.closing(self.groups[group].receive(manifest, bucket_bytes)) as tensors:
+            self.load(tensors)
+
     def _add(self, name: str, tensor: Tensor) -> None:
+        loader = self.loader
+        if not loader.owns(name):
+            return
         if name in self.given:
             raise WeightUpdateError(f"tensor {name!r} was given twice")
         if not isinstance(tensor, Tensor):
             raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
-        loader = self.loader
-        loader.check_shape(name, tuple(tensor.shape))
-        loader.check_dtype(name, tensor.dtype, tensor.device.type)
+        loader.table.check_shape(name, tuple(tensor.shape))
+        check_dtype(name, tensor.dtype, tensor.device.type)
         if not torch.isfinite(tensor).all():
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
         tensor = tensor.detach().to(loader.dtype)
-        first = loader.tied.get(name, name)
-        twin = next((t for n, t in self.given.items() if t is not None and loader.tied.get(n, n) == first), None)
+        ties = loader.table.tied
+        first = ties.get(name, name)
+        twin = next((t for n, t in self.given.items() if t is not None and ties.get(n, n) == first), None)
         if twin is not None and not torch.equal(twin, tensor):
             raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
-        self.given[name] = tensor if first in loader.tied.values() else None
+        self.given[name] = tensor if first in ties.values() else None
         if twin is None:
             pack = any(packed(*slot) for slot in loader.slots[first])
             self.staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
 
     def check_complete(self) -> None:
-        self.loader.check_complete(set(self.given))
+        self.loader.table.check_complete(set(self.given))
 
     def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         entries = manifest(path)
-        for name, (_, shape, _) in entries.items():
-            self.loader.check_shape(name, shape)
-        self.loader.check_complete(set(entries))
-        for file in sorted({file for *_, file in entries.values()}):
+        if self.loader.whole:
+            self.loader.table.check_directory(path)
+        for file in sorted({file for name, (*_, file) in entries.items() if self.loader.owns(name)}):
             with safe_open(file, framework="pt") as tensors:
                 sums = json.loads((tensors.metadata() or {}).get("checksums", "{}"))
-                for name in tensors.keys():  # noqa: SIM118
+                for name in filter(self.loader.owns, tensors.keys()):
                     tensor = tensors.get_tensor(name)
                     if name in sums and sums[name] != checksum([tensor]):
                         raise WeightUpdateError(f"{file}: the bytes of tensor {name!r} are not those that were written")

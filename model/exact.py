@@ -152,10 +152,10 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
     check_config(model.config)
     if linear_route not in ops.EXACT_ROUTES:
         raise ValueError(f"linear_route {linear_route!r}; choose one of {', '.join(ops.EXACT_ROUTES)}")
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # None in all stages but the last
     stem = type(model).__name__.removesuffix("ForCausalLM")
     structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
-    structure |= {"ModuleList", "Embedding"}
+    structure |= {"ModuleList", "Embedding", "Identity"}  # the last: no norm, in all stages but the last
     swaps: dict[str, type[nn.Module]] = {
         "Linear": ExactLinear,
         f"{stem}RMSNorm": ExactRMSNorm,
@@ -169,8 +169,9 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         if kind not in structure and kind not in swaps and id(module) not in activations:
             raise UnsupportedModelError(f"module {name!r} is a {kind}, which samebits has no exact op for")
     for module in modules.values():
-        new = LMHead if module is head else swaps.get(type(module).__name__)
-        if new is None or not (exact or module is head):
+        is_head = module is head and head is not None
+        new = LMHead if is_head else swaps.get(type(module).__name__)
+        if new is None or not (exact or is_head):
             continue
         if isinstance(module, nn.Linear):
             module.route = linear_route if exact else "torch"  # type: ignore[assignment]
@@ -192,11 +193,10 @@ def _refuse_padding(model, args, kwargs):
 
 
 def contract_of(model: PreTrainedModel) -> Contract:
-    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2)."""
-    head = model.get_output_embeddings()
-    weight = head.packed.panels if head.packed is not None else head.weight
-    dtype = next(p.dtype for n, p in model.named_parameters() if n.endswith("norm.weight"))
-    return Contract.of(dtype, weight.device, head.route)
+    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one."""
+    linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
+    norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
+    return Contract.of(norm.dtype, norm.device, linear.route)
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -236,7 +236,6 @@ def exact_model(
     config = load_config(path)
     check_config(config)
     manifest(path)
-    ops.backend(device).warm_up(dtype)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
@@ -253,10 +252,16 @@ def exact_model(
     ]
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
+    return prepare(model.to(device).eval(), path, exact, linear_route)
+
+
+def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool, linear_route: str) -> PreTrainedModel:
+    """The last steps of loading: checks the values, swaps the ops, probes that this machine keeps the promise."""
     for key, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
-    model = make_exact(model.to(device).eval(), exact, linear_route)
+    ops.backend(model.device).warm_up(model.dtype)
+    model = make_exact(model, exact, linear_route)
     if exact:
         probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)], linear_route)
     return model

@@ -35,11 +35,21 @@ class Scheduler:
 
     Running sequences go first and may take blocks from newer ones (preemption: all KV dropped, recomputed later);
     then waiting sequences are admitted, oldest first, as long as sequences, tokens and blocks last.
+
+    Several steps may be under way at once (`batches_in_flight`, for pipelines): they are computed in the order in which
+    they are scheduled, so KV counts as existing from then on. Only a sampled token is late, and its sequence waits.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError("max_num_seqs and max_num_batched_tokens must be positive")
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        batches_in_flight: int = 1,
+    ):
+        if max_num_seqs < 1 or max_num_batched_tokens < 1 or batches_in_flight < 1:
+            raise ValueError("max_num_seqs, max_num_batched_tokens and batches_in_flight must be positive")
+        self.batches_in_flight = batches_in_flight
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -68,13 +78,15 @@ class Scheduler:
         insort(self.waiting, seq, key=_arrival)
 
     def schedule(self) -> Batch:
-        """The next step. Empty only if there is no work."""
+        """The next step. Empty only if there is no work, or all of it awaits a token."""
         batch, budget = Batch(), self.max_num_batched_tokens
+        busy = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        share = -(-busy // self.batches_in_flight)  # or the first batch would take all sequences
         preempted = False
         for seq in list(self.running):
-            if budget == 0:
+            if budget == 0 or len(batch.sequences) == share:
                 break
-            if seq.status is not SequenceStatus.RUNNING:  # preempted for an older one, just now
+            if seq.status is not SequenceStatus.RUNNING or seq.awaits_token:  # preempted for an older one, just now
                 continue
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
@@ -87,6 +99,8 @@ class Scheduler:
                 budget -= self._take(batch, seq, tokens)
         while self.waiting and not preempted and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
+            if seq.awaits_token or len(batch.sequences) == share:
+                break
             hit = self.blocks.attach_prefix(seq)
             tokens = min(seq.num_tokens - hit, budget)
             if not self.blocks.grow(seq, hit + tokens):
@@ -98,7 +112,8 @@ class Scheduler:
             self.stats.prefix_hit_tokens += hit
             seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
-        assert batch.sequences or not self.has_work, "nothing scheduled though there is work"
+        late = any(s.awaits_token for s in (*self.running, *self.waiting))
+        assert batch.sequences or late or not self.has_work, "nothing scheduled though there is work"
         return batch
 
     def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
@@ -120,7 +135,7 @@ class Scheduler:
         seq.stale_kv = False
 
     def advance(self, batch: Batch) -> None:
-        """The step's KV exists: moves the counters and publishes full blocks."""
+        """The step's KV exists, for all steps after it: moves the counters and publishes full blocks."""
         self.stats.steps += 1
         for seq in batch.sequences:
             prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)

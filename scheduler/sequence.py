@@ -42,6 +42,7 @@ class Sequence:
         self.num_prefix_hit: int | None = None  # tokens, when it was first admitted
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
+        self.awaits_token = False  # the step that samples its next token is under way
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
-from ..engine.transfer import TensorSpec, WeightGroup
+from ..engine.distributed.fan_out import FanOutUpdate
+from ..engine.transfer import TensorSpec
 from .async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class WeightUpdates:
     def __init__(self, engine: AsyncEngine, timeout: float):
         self.engine, self.timeout = engine, timeout
         self.labels = {0: DEFAULT_LABEL}
-        self.groups: dict[str, WeightGroup] = {}
-        self.pending: WeightUpdate | None = None
+        self.groups: set[str] = set()  # names of those that were joined
+        self.pending: WeightUpdate | FanOutUpdate | None = None
         self._explicit = False  # begun by the client, who will also say when it ends
         self._label: str | None = None
         self._busy = asyncio.Lock()
@@ -83,24 +84,22 @@ class WeightUpdates:
     ) -> str:
         """Receives a manifest's tensors over a group: all, or a part of an update. Returns what was done."""
         async with self._exclusively():
-            group = self.groups.get(group_name)
-            if group is None or not group.usable:
+            if not self.engine.llm.has_weight_group(group_name):
                 raise ConflictError(
                     f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
                 )
 
-            def receive(update: WeightUpdate) -> None:
+            def receive(update: WeightUpdate | FanOutUpdate) -> None:
                 try:
                     update.check(manifest)
                 except WeightUpdateError:
                     self._leave(group_name)  # or the sender might wait for us in its broadcast
                     raise
-                with contextlib.closing(group.receive(manifest, bucket_bytes)) as tensors:
-                    update.load(tensors)
+                update.receive(group_name, manifest, bucket_bytes)
 
             return await self._load(receive, label)
 
-    async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
+    async def _load(self, load: Callable[[WeightUpdate | FanOutUpdate], None], label: str | None) -> str:
         self.pending = update = self.pending or self.engine.llm.begin_weight_update()
         self._label = label or self._label
         try:
@@ -139,9 +138,9 @@ class WeightUpdates:
         async with self._exclusively():
             self._forget()
             self._leave(name)
-            self.groups[name] = await in_daemon_thread(
-                lambda: WeightGroup(address, port, rank, world_size, name, backend, self.timeout)
-            )
+            where = name, address, port, rank, world_size, backend, self.timeout
+            await in_daemon_thread(self.engine.llm.join_weight_group, *where)
+            self.groups.add(name)
 
     async def leave(self, name: str) -> bool:
         """Leaves a group; True if there was one."""
@@ -150,10 +149,8 @@ class WeightUpdates:
             return self._leave(name)
 
     def _leave(self, name: str) -> bool:
-        group = self.groups.pop(name, None)
-        if group is not None:
-            group.close()
-        return group is not None
+        self.groups.discard(name)
+        return self.engine.llm.leave_weight_group(name)
 
     def close(self) -> None:
         """Leaves all groups."""

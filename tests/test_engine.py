@@ -281,7 +281,7 @@ def test_a_queued_request_that_ends_during_generate_is_still_delivered(llm):
 def test_a_result_is_delivered_even_if_ctrl_c_came_during_its_last_step(llm, monkeypatch):
     params = SamplingParams(max_tokens=1, seed=2)
     request = llm.add_request(PROMPT, params)
-    monkeypatch.setattr(llm._runner, "run", Once(llm._runner.run, 1, ctrl_c))
+    monkeypatch.setattr(llm.core.runner, "run", Once(llm.core.runner.run, 1, ctrl_c))
     with pytest.raises(KeyboardInterrupt):
         llm.step()
     last = run_all(llm)
@@ -865,12 +865,12 @@ def test_a_failure_reaches_the_caller_of_generate_and_the_engine_stays_usable(ch
     llm.step()
     handler = signal.getsignal(signal.SIGINT)
     assert handler is signal.default_int_handler, "pytest has a handler of its own: Ctrl-C is not tested"
-    monkeypatch.setattr(llm._runner, "run", Once(llm._runner.run, at, what))
+    monkeypatch.setattr(llm.core.runner, "run", Once(llm.core.runner.run, at, what))
     with pytest.raises(error):
         generate(llm, prompts, params)
     assert signal.getsignal(signal.SIGINT) is handler
     llm.scheduler.check()
-    assert set(llm._requests) == {queued}, "the call's own requests are gone, the others stay"
+    assert set(llm.core.requests) == {queued}, "the call's own requests are gone, the others stay"
     assert llm.stats().num_running + llm.stats().num_waiting == 2
     again = generate(llm, prompts, params)
     assert list(map(pairs, again)) == list(map(pairs, expected))
@@ -891,7 +891,7 @@ def test_a_failure_in_step_reaches_the_caller_and_the_requests_go_on(llm, monkey
     expected = generate(llm, [PROMPT], params)[0]
     request = llm.add_request(PROMPT, params)
     llm.step()
-    monkeypatch.setattr(llm._runner, "run", Once(llm._runner.run, 1, fail(RuntimeError("out of luck"))))
+    monkeypatch.setattr(llm.core.runner, "run", Once(llm.core.runner.run, 1, fail(RuntimeError("out of luck"))))
     with pytest.raises(RuntimeError, match="out of luck"):
         llm.step()
     assert pairs(run_all(llm)[request]) == pairs(expected)
@@ -928,7 +928,7 @@ def with_nan(source, folder, name, row):
 
 def test_nan_ends_its_request_with_an_error_and_the_others_go_on(checkpoint, caplog):
     llm = engine(checkpoint("qwen3"))
-    llm._runner.model.get_input_embeddings().weight.data[77] = float("nan")
+    llm.core.runner.model.get_input_embeddings().weight.data[77] = float("nan")
     params = SamplingParams(max_tokens=6, seed=1)
     expected = generate(engine(checkpoint("qwen3")), [PROMPT], params)[0]
     assert 77 not in [*PROMPT, *expected.completions[0].token_ids]
@@ -946,8 +946,8 @@ def test_nan_ends_its_request_with_an_error_and_the_others_go_on(checkpoint, cap
 
 def test_nan_in_a_single_logit_is_an_error_too(checkpoint):
     llm = engine(checkpoint("llama3-bias"))
-    llm._runner.head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
-    llm._runner.head.bias.data[500] = float("nan")
+    llm.core.runner.head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
+    llm.core.runner.head.bias.data[500] = float("nan")
     assert generate(llm, [PROMPT], SamplingParams(max_tokens=3))[0].completions[0].finish_reason == "error"
     assert_idle(llm)
 
@@ -985,7 +985,7 @@ def test_an_error_while_reporting_loses_no_result(llm, monkeypatch):
 def test_a_failed_step_counts_nothing(llm, monkeypatch):
     llm.add_request(prompt_of(20), SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "run", lambda batch: 1 / 0)
+        patch.setattr(llm.core.runner, "run", lambda *args: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 llm.step()
@@ -1043,7 +1043,7 @@ def test_a_bad_prompt_is_refused_before_anything_starts(checkpoint, prompt, erro
     llm.step()
     with pytest.raises(error, match=message):
         generate(llm, [PROMPT, prompt, PROMPT], params)
-    assert set(llm._requests) == {queued}
+    assert set(llm.core.requests) == {queued}
     assert pairs(run_all(llm)[queued]) == expected
     assert_idle(llm)
 
@@ -1129,7 +1129,7 @@ def test_what_only_the_engine_can_check_of_the_sampling_params_is_refused(llm):
     llm.add_request(PROMPT, SamplingParams(), "mine")
     with pytest.raises(ValueError, match="'mine' is in use"):
         llm.add_request(PROMPT, SamplingParams(), "mine")
-    assert set(llm._requests) == {"mine"}
+    assert set(llm.core.requests) == {"mine"}
 
 
 BAD_SETTINGS = [
@@ -1419,8 +1419,14 @@ def test_equal_prompts_in_one_prefill_batch_keep_their_pages(checkpoint):
 def test_rows_of_a_batch_come_in_order_of_arrival(checkpoint, monkeypatch):
     """Decode row order from a hash set (mini-sglang)."""
     llm = engine(checkpoint("llama"), tokens=256)
-    run, orders = llm._runner.run, []
-    monkeypatch.setattr(llm._runner, "run", lambda b: (orders.append([s.seq_id for s in b.sequences]), run(b))[1])
+    schedule, orders = llm.scheduler.schedule, []
+
+    def recorded():
+        batch = schedule()
+        orders.append([s.seq_id for s in batch.sequences])
+        return batch
+
+    monkeypatch.setattr(llm.scheduler, "schedule", recorded)
     rng = random.Random(0)
     for i in range(8):
         llm.add_request(prompt_of(9, i), SamplingParams(n=2, max_tokens=30, ignore_eos=True), str(rng.random()))

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..engine import LLM, SamplingParams
+from ..engine.core import EngineCore
 from ..kernels import ops
 from ..model import exact_model
 from ..model.exact import ExactLinear, ExactRMSNorm
@@ -83,7 +84,7 @@ def verify(
         kv_cache_memory_bytes=_kv_bytes(model, pool), skip_tokenizer_init=True,
     )  # fmt: skip
     if plant_fault is not None:
-        replace_op(llm._runner.model, plant_fault)
+        replace_op(_core(llm).runner.model, plant_fault)
     rounds, first = [], None
     threads = torch.get_num_threads()
     try:
@@ -107,6 +108,11 @@ def verify(
     fault = None if first is None else locate(llm, model, *first)
     assert llm.contract is not None
     return VerifyReport(llm.contract.hash, rounds, fault)
+
+
+def _core(llm: LLM) -> EngineCore:
+    assert isinstance(llm.core, EngineCore)
+    return llm.core
 
 
 def _kv_bytes(model, tokens: int) -> int:
@@ -189,7 +195,7 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
         our_inputs, our_outputs = ours[name]
         if not _equal(our_outputs, outputs):
             if _equal(our_inputs, inputs):
-                return f"{name} ({type(llm._runner.model.get_submodule(name)).__name__})"
+                return f"{name} ({type(_core(llm).runner.model.get_submodule(name)).__name__})"
             return f"{name.rpartition('.')[0]}, between {previous} and {name}"
         previous = name
     return "not reproduced by a single sequence: the difference depends on the batch"
@@ -202,10 +208,10 @@ def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Ten
     if not blocks.grow(sample, len(tokens)):
         raise MemoryError("the KV pool is in use")
     try:
-        with _Recorder(llm._runner.model) as recorder:
+        with _Recorder(_core(llm).runner.model) as recorder:
             for count in filter(None, (len(tokens) - 1, 1)):
                 sample.num_scheduled_tokens = count
-                llm._runner.run(Batch([sample]))
+                _core(llm).runner.run(_core(llm).planner.plan(Batch([sample]), [])[0])
                 sample.num_cached_tokens += count
     finally:
         blocks.release(sample)

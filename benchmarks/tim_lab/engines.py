@@ -50,7 +50,7 @@ class NoisyLogits(LLM):
             noise = torch.rand(logits.shape, generator=generator, dtype=logits.dtype)
             return logits + epsilon * (2 * noise - 1)
 
-        self._runner.model.get_output_embeddings().register_forward_hook(perturb)
+        self.core.runner.model.get_output_embeddings().register_forward_hook(perturb)
 
 
 class VLLM:

@@ -1,0 +1,174 @@
+"""One weight update for several processes that each hold a part or a copy of the model: all of them, or none."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pathlib
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor, nn
+
+from ...kernels.contract import Contract
+from ..transfer import TensorSpec, WeightGroup, gathering, manifest_of
+from ..weights import Source, WeightTable, WeightUpdateError, check_contract, check_dtype
+from .worker import LocalPeer, Peer, results
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 2**26  # of tensors on their way at a time
+_names = itertools.count()
+
+
+class FanOut:
+    """Calls to all members at once. Each member counts for `ranks` ranks in a weight group, in order.
+
+    host: where members reach this process. timeout: seconds for a rendezvous and for each broadcast.
+    """
+
+    def __init__(self, members: Sequence[Peer | LocalPeer], ranks: int, host: str, timeout: float):
+        self.members, self.ranks, self.host, self.timeout = list(members), ranks, host, timeout
+        self.group_names: set[str] = set()
+        self._own: WeightGroup | None = None  # from this process to all members
+
+    def start(self, method: str, *args) -> list[tuple[str, Future]]:
+        calls = []
+        for m in self.members:
+            future: Future = Future()
+            try:
+                future = m.call(method, *args)
+            except Exception as error:
+                future.set_exception(error)
+            calls.append((m.name, future))
+        return calls
+
+    def all(self, method: str, *args, timeout: float | None = None) -> list:
+        """Calls a method of every member, and waits for all; raises the first error."""
+        return results(self.start(method, *args), timeout)
+
+    def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float):
+        """Makes the members ranks `rank`, `rank` + 1, ... of a weight group that others make."""
+        self.leave(name)
+        calls = []
+        for i, m in enumerate(self.members):
+            where = name, address, port, rank + i * self.ranks, world_size, backend, timeout
+            calls.append((m.name, m.call("join_group", *where)))
+        try:
+            results(calls, timeout + 10)
+        except BaseException:
+            self.leave(name)
+            raise
+        self.group_names.add(name)
+
+    def leave(self, name: str) -> bool:
+        known = name in self.group_names
+        self.group_names.discard(name)
+        for _, future in self.start("leave_group", name):
+            future.exception()  # the dead have left
+        return known
+
+    def sender(self) -> WeightGroup:
+        """The group over which this process sends tensors to all members, made when it is first needed."""
+        if self._own is None or not self._own.usable:
+            self.close()
+            name = f"fan-out-{os.getpid()}-{next(_names)}"
+            with socket.create_server((self.host, 0)) as s:
+                port = s.getsockname()[1]
+            world = 1 + len(self.members) * self.ranks
+            calls = []
+            for i, m in enumerate(self.members):
+                where = name, self.host, port, 1 + i * self.ranks, world, "gloo", self.timeout
+                calls.append((m.name, m.call("join_group", *where)))
+            self._own = WeightGroup(self.host, port, 0, world, name, timeout=self.timeout)
+            results(calls, self.timeout)
+        return self._own
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+            for _, future in self.start("leave_group", self._own.name):
+                future.exception()
+            self._own = None
+
+
+class FanOutUpdate:
+    """A `WeightUpdate` of all members of a FanOut. Nothing of it is in force before `prepare` succeeded on all."""
+
+    def __init__(self, fan_out: FanOut, table: WeightTable):
+        self.fan_out, self.table = fan_out, table
+        self.path: pathlib.Path | None = None
+        self.given: set[str] = set()
+        fan_out.all("begin_update", timeout=fan_out.timeout)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names still to come."""
+        return self.table.missing(self.given)
+
+    def check(self, manifest: Iterable[TensorSpec], complete: bool = False) -> None:
+        names = self.table.check(manifest, self.given)
+        if complete:
+            self.table.check_complete(names)
+
+    def load(self, source: Source, contract: Contract | None = None) -> None:
+        """As `WeightUpdate.load`. Tensors are broadcast, a bucket at a time; members read a directory by themselves."""
+        if isinstance(source, nn.Module):
+            if contract is not None:
+                check_contract(source, contract)
+            state = source.state_dict()
+            specs = manifest_of(state)
+            self.check(specs, complete=True)
+            with gathering(state) as tensors:
+                self._send(specs, tensors)
+        elif isinstance(source, str | os.PathLike):
+            self.path = pathlib.Path(source).absolute()
+            self.table.check_directory(self.path)
+            self.fan_out.all("load_update", str(self.path))
+            self.given = set(self.table.shapes)
+        else:
+            for pairs in _buckets(self._checked(source)):
+                self._send([TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs], pairs)
+
+    def _checked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        seen = set(self.given)
+        for name, tensor in pairs:
+            if not isinstance(tensor, Tensor):
+                raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
+            check_dtype(name, tensor.dtype, tensor.device.type)
+            seen = self.table.check([TensorSpec(name, tuple(tensor.shape), tensor.dtype)], seen)
+            yield name, tensor
+
+    def _send(self, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        group = self.fan_out.sender()
+        calls = self.fan_out.start("receive_update", group.name, specs, BUCKET_BYTES)
+        try:
+            group.send(tensors, specs, BUCKET_BYTES)
+        except Exception:
+            results(calls, self.fan_out.timeout + 10)  # a member's error says more
+            raise
+        results(calls, self.fan_out.timeout + 10)
+        self.given |= {s.name for s in specs}
+
+    def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
+        """All members load tensors that rank 0 of a weight group broadcasts now; each keeps what it needs."""
+        self.fan_out.all("receive_update", group, list(manifest), bucket_bytes)
+        self.given |= {s.name for s in manifest}
+
+    def check_complete(self) -> None:
+        """Raises unless every member could put the update in force."""
+        self.table.check_complete(self.given)
+        self.fan_out.all("prepare_update", timeout=self.fan_out.timeout)
+
+
+def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in pairs:
+        bucket.append((name, tensor))
+        if sum(t.nbytes for _, t in bucket) >= BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

@@ -1,0 +1,170 @@
+"""The far side of a router's replica: an `EngineCore` in a worker process."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...kernels.contract import Contract
+from ..config import EngineConfig
+from ..core import EngineCore
+from ..input_processor import load_tokenizer
+from ..outputs import EngineStats
+from ..request import Request, SampledToken
+from ..transfer import TensorSpec
+from ..weights import WeightTable
+from . import ray_backend
+
+
+@dataclass
+class ReplicaInfo:
+    """What the router needs to know of a replica; capacity in tokens."""
+
+    contract: Contract | None
+    eos_token_ids: tuple[int, ...]
+    capacity: int
+    table: WeightTable
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+@dataclass
+class SampleProgress:
+    """What is new of a sample: its tokens from number `start` on."""
+
+    index: int
+    start: int
+    tokens: list[SampledToken]
+    versions: list[tuple[int, bool]]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    text: str | None
+
+
+@dataclass
+class Progress:
+    """What is new of a request. prompt_scores: all of them, or none yet."""
+
+    request_id: str
+    samples: list[SampleProgress]
+    prompt_scores: list[SampledToken] = field(default_factory=list)
+    num_prefix_hit: int | None = None
+
+    @classmethod
+    def take(cls, request: Request) -> Progress:
+        samples = []
+        for s in request.samples:
+            if s.news:
+                start = s.reported
+                ends = s.finish_reason, s.stop_reason, s.text
+                samples.append(SampleProgress(s.sample_index, start, s.sampled[start:], s.versions[start:], *ends))
+                s.reported, s.reported_end = len(s.sampled), s.finish_reason is not None
+        scores = [] if request.partly_scored else request.prompt_scores
+        return cls(request.request_id, samples, scores, request.samples[0].num_prefix_hit)
+
+    def apply(self, request: Request) -> None:
+        """To the router's copy of the request."""
+        for new in self.samples:
+            sample = request.samples[new.index]
+            assert len(sample.sampled) == new.start, f"{request.request_id}: tokens were lost or doubled"
+            sample.sampled += new.tokens
+            sample.versions += new.versions
+            sample.token_ids += [t.token_id for t in new.tokens]
+            sample.finish_reason, sample.stop_reason, sample.text = new.finish_reason, new.stop_reason, new.text
+        request.prompt_scores = request.prompt_scores or self.prompt_scores
+        first = request.samples[0]
+        first.num_prefix_hit = self.num_prefix_hit if first.num_prefix_hit is None else first.num_prefix_hit
+
+
+class Replica:
+    """Served by a worker: between calls, `tick` runs the engine's steps and reports what is new."""
+
+    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "ping"})
+
+    def __init__(self, path: str, config: EngineConfig):
+        placement = ray_backend.own_placement() if config.backend == "ray" else None
+        self.core = EngineCore(pathlib.Path(path), config, placement)
+        if not config.skip_tokenizer_init:
+            self.core.tokenizer = load_tokenizer(self.core.path)
+        self.update = self.core.begin_weight_update()
+        self.beats = 0
+
+    def describe(self) -> ReplicaInfo:
+        core, blocks = self.core, self.core.scheduler.blocks
+        capacity = blocks.num_blocks * blocks.block_size
+        sizes = core.weight_bytes, core.kv_cache_bytes
+        return ReplicaInfo(core.contract, core.eos_token_ids, capacity, core.pipeline.table, *sizes)
+
+    def tick(self, report: Callable[[tuple[list[Progress], EngineStats]], None]) -> bool:
+        working = self.core.ready and bool(self.core.requests)
+        if working:
+            self.core.step()
+        self.beats += 1
+        report(([Progress.take(r) for r in self.core.take_progress()], self.core.stats()))
+        return working
+
+    def ping(self) -> tuple[int, bool]:
+        """(steps so far, is there work): a replica with work and no steps hangs."""
+        return self.beats, self.core.ready and bool(self.core.requests)
+
+    def submit(self, request: Request) -> None:
+        for sample in request.samples:
+            sample.reported = len(sample.sampled)
+            sample.reported_end = sample.finish_reason is not None
+        self.core.submit(request)
+
+    def end(self, request_id: str, reason: str) -> None:
+        if (request := self.core.requests.get(request_id)) is not None:
+            self.core.end(request, reason)
+
+    # --- weights and memory -----------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        self.update = self.core.begin_weight_update()
+
+    def load_update(self, path: str) -> None:
+        self.update.load(path)
+
+    def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
+        self.update.receive(group, manifest, bucket_bytes)
+
+    def prepare_update(self) -> None:
+        self.update.check_complete()
+
+    def commit_update(self, version: int, recompute_running: bool) -> None:
+        self.core.commit_weight_update(self.update, version, recompute_running)
+        self.begin_update()
+
+    def addresses(self) -> list[tuple[str, int]]:
+        return self.core.pipeline.stages.all("free_address")
+
+    def send_weights(self, addresses: list[tuple[str, int]]) -> int:
+        """To the stages of another replica; returns the version."""
+        self.core.pipeline.each("send_weights", addresses)
+        return self.core.weight_version
+
+    def take_weights(self, addresses: list[tuple[str, int]]) -> None:
+        """From the stages of another replica, to be committed."""
+        self.begin_update()
+        self.core.pipeline.each("take_weights", addresses)
+        if not self.update.given:
+            self.update.given = set(self.update.table.shapes)  # type: ignore[union-attr]
+
+    def join_group(self, *where) -> None:
+        self.core.join_weight_group(*where)
+
+    def leave_group(self, name: str) -> bool:
+        return self.core.leave_weight_group(name)
+
+    def checksums(self) -> dict[str, str]:
+        return self.core.weight_checksums()
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        self.core.reset_prefix_cache(reset_running_requests)
+
+    def release_memory(self, tags: tuple[str, ...]) -> int:
+        return self.core.release_memory(tags)
+
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        self.core.wake_up(tags)

@@ -1,0 +1,453 @@
+"""Several replicas behind one queue.
+
+A request goes to one replica, with all its samples, and lives in the router, too: a replica that dies is started again,
+and its requests go on elsewhere from the tokens that they have. As sampling counts positions and no schedule changes a
+bit, they get the tokens that they would have got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from typing import Any
+
+from ..config import EngineConfig
+from ..core import max_model_len
+from ..outputs import EngineStats
+from ..pipeline import stage_layers
+from ..request import Request
+from ..weights import WeightUpdate, WeightUpdateError
+from . import ray_backend
+from .fan_out import FanOut, FanOutUpdate
+from .replica import Replica, ReplicaInfo
+from .worker import Peer, WorkerError, default_threads, launch, results
+
+logger = logging.getLogger(__name__)
+
+MAX_MOVES = 3  # replicas that a request may see die before it is held to be the cause
+MAX_STARTS = 3  # in a row that may fail
+AFFINITY_TOKENS = 64  # prompts are compared by runs of so many
+AFFINITY_SLACK = 8  # sequences that a replica may have more than the least loaded and still get a prompt that it knows
+AFFINITY_ENTRIES = 2**16
+POLL = 0.005  # seconds that a step waits for news
+
+
+class _Handle:
+    """A replica as the router sees it: starting -> serving -> (dead ->) starting ..., or failed."""
+
+    def __init__(self, index: int):
+        self.index, self.name = index, f"replica {index}"
+        self.state = "starting"
+        self.peer: Peer | None = None
+        self.placement: Any = None
+        self.requests: dict[str, Request] = {}
+        self.stats: EngineStats | None = None
+        self.failed_starts = 0
+        self.beat: tuple[int, float] = (-1, 0.0)
+
+    @property
+    def load(self) -> int:
+        return sum(s.finish_reason is None for r in self.requests.values() for s in r.samples)
+
+
+class Router:
+    """The interface of an `EngineCore` over replicas. One thread at a time may use it."""
+
+    def __init__(self, path: pathlib.Path, config: EngineConfig):
+        self.path = path
+        if config.pipeline_parallel_size > 1:  # one split for all, so that a stage can copy another's weights
+            counts = tuple(b - a for a, b in stage_layers(path, config))
+            config = replace(config, stage_layers=counts, balance=False)
+        self.config = config
+        self.max_model_len = max_model_len(path, config)
+        self.tokenizer: Any = None
+        self.threads = default_threads(config.num_workers)
+        self.host = ray_backend.node_address() if config.backend == "ray" else "127.0.0.1"
+        self.requests: dict[str, Request] = {}
+        self.weight_version = 0
+        self.has_weights = self.has_kv_cache = True
+        self.failure: str | None = None
+        self._weights_path: pathlib.Path | None = path
+        self._unassigned: dict[str, Request] = {}
+        self._moves: dict[str, int] = {}
+        self._progressed: dict[str, Request] = {}
+        self._affinity: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's start -> replica
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self.handles = [_Handle(i) for i in range(config.replicas)]
+        self._fan_out: FanOut | None = None
+        infos = self._start_all()
+        self.info: ReplicaInfo = infos[0]
+        self.capacity = min(i.capacity for i in infos)
+        self.contract, self.eos_token_ids = self.info.contract, self.info.eos_token_ids
+        self.weight_bytes = sum(i.weight_bytes for i in infos)
+        self.kv_cache_bytes = sum(i.kv_cache_bytes for i in infos)
+        threading.Thread(target=self._watch, name="health", daemon=True).start()
+
+    @property
+    def world_size(self) -> int:
+        return self.config.num_workers
+
+    @property
+    def serving(self) -> list[_Handle]:
+        return [h for h in self.handles if h.state == "serving"]
+
+    @property
+    def ready(self) -> bool:
+        return self.has_weights and self.has_kv_cache and self.failure is None
+
+    # --- replicas come and go ---------------------------------------------------------------------------------------
+
+    def _start_all(self) -> list[ReplicaInfo]:
+        for handle in self.handles:
+            self._start(handle)
+        infos: list[ReplicaInfo] = []
+        while len(infos) < len(self.handles):
+            handle, kind, value = self._events.get()
+            if kind == "started":
+                handle.state = "serving"
+                infos.append(value)
+            elif kind == "not started":
+                self.close()
+                raise value
+        return infos
+
+    def _start(self, handle: _Handle) -> None:
+        handle.state = "starting"
+        threading.Thread(target=self._start_worker, args=(handle,), daemon=True).start()
+
+    def _start_worker(self, handle: _Handle) -> None:
+        """In a thread: a new process for the replica; reports "started" or "not started"."""
+        config = self.config
+        try:
+            where = None
+            if config.backend == "ray":
+                if handle.placement is None:
+                    handle.placement = ray_backend.place(
+                        config.pipeline_parallel_size, self.threads, config.device or "cpu", config.start_timeout
+                    )
+                where = handle.placement, 0
+            limit, device = config.start_timeout, config.device or "cpu"
+            (peer,) = launch([handle.name], config.backend, limit, self.threads, device, where)
+            handle.peer = peer
+            peer.on_event = lambda event: self._events.put((handle, "progress", event))
+            peer.on_lost = lambda: self._events.put((handle, "lost", peer))
+            results([(handle.name, peer.call("make", Replica, str(self.path), config))], limit)
+            info = results([(handle.name, peer.call("describe"))], limit)[0]
+            handle.beat = (-1, time.monotonic())
+            self._events.put((handle, "started", info))
+        except BaseException as error:
+            if handle.peer is not None:
+                handle.peer.kill()
+            self._events.put((handle, "not started", error))
+        if self._closing.is_set() and handle.peer is not None:
+            handle.peer.kill()
+
+    def _watch(self) -> None:
+        """In a thread: ends replicas that don't answer, or have work and make no step."""
+        limit = self.config.worker_timeout
+        while not self._closing.wait(limit / 4):
+            for handle in self.serving:
+                peer = handle.peer
+                try:
+                    assert peer is not None
+                    beat, busy = results([(handle.name, peer.call("ping"))], limit)[0]
+                except WorkerError as error:
+                    logger.error("%s: %s; it is ended", handle.name, error)
+                    peer.kill()  # type: ignore[union-attr]
+                    continue
+                if beat != handle.beat[0] or not busy:
+                    handle.beat = (beat, time.monotonic())
+                elif time.monotonic() - handle.beat[1] > limit:
+                    logger.error("%s made no step for %g s; it is ended", handle.name, limit)
+                    peer.kill()  # type: ignore[union-attr]
+
+    def _pump(self, wait: float | None = None) -> None:
+        """Takes what replicas and threads have reported."""
+        try:
+            item = self._events.get(timeout=wait) if wait else self._events.get_nowait()
+            while True:
+                self._handle_event(*item)
+                item = self._events.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _handle_event(self, handle: _Handle, kind: str, value: Any) -> None:
+        if kind == "progress":
+            self._take(handle, *value)
+        elif kind == "refused":
+            request, error = value
+            if request.request_id in handle.requests:
+                self.end(request, "error", f"{type(error).__name__}: {error}")
+        elif kind == "lost":
+            if value is handle.peer and handle.state != "starting":
+                self._lose(handle)
+        elif kind == "not started":
+            handle.failed_starts += 1
+            logger.error("%s did not start: %s", handle.name, value)
+            if handle.failed_starts < MAX_STARTS:
+                self._start(handle)
+            else:
+                handle.state = "failed"
+                if all(h.state == "failed" for h in self.handles):
+                    self.failure = f"no replica starts any more: {value}"
+        elif kind == "started":
+            self._admit(handle, 0)
+        elif kind == "in step":
+            self._admit(handle, value)
+
+    def _lose(self, handle: _Handle) -> None:
+        logger.error("%s died; its %d requests go on elsewhere", handle.name, len(handle.requests))
+        self._drop_fan_out()
+        handle.stats = None
+        requests, handle.requests = handle.requests, {}
+        self._start(handle)
+        for request in requests.values():
+            self._moves[request.request_id] = moves = self._moves.get(request.request_id, 0) + 1
+            if moves < MAX_MOVES:
+                self._assign(request)
+            else:
+                self._finish(request, "error", f"{moves} replicas died while they worked on it")
+
+    def _admit(self, handle: _Handle, version: int) -> None:
+        """Lets a new replica serve, once it has the weights in force."""
+        if version != self.weight_version or (version == 0 and not self.has_weights):
+            donors = [h for h in self.serving if h is not handle]
+            if self._weights_path is None and not donors and self.has_weights:
+                self.has_weights = False
+                logger.error("no replica holds weight version %d any more; the engine needs an update", version)
+            if self.has_weights:
+                donor = donors[0].peer if donors and self._weights_path is None else None
+                arguments = handle, donor, self._weights_path, self.weight_version
+                threading.Thread(target=self._bring_into_step, args=arguments, daemon=True).start()
+                return
+        handle.state, handle.failed_starts = "serving", 0
+        logger.info("%s serves with weight version %d", handle.name, version)
+        self._drop_fan_out()  # it has one member more now
+        gone = [tag for tag, there in (("weights", self.has_weights), ("kv_cache", self.has_kv_cache)) if not there]
+        if gone:
+            handle.peer.call("release_memory", tuple(gone))  # type: ignore[union-attr]
+        waiting, self._unassigned = self._unassigned, {}
+        for request in waiting.values():
+            self._assign(request)
+
+    def _bring_into_step(self, handle: _Handle, donor: Peer | None, path: pathlib.Path | None, version: int) -> None:
+        """In a thread: gives a new replica the weights in force, from where they were read, or from another replica."""
+        peer, limit = handle.peer, self.config.start_timeout
+        assert peer is not None
+        try:
+            if path is not None:
+                results([(handle.name, peer.call("begin_update"))], limit)
+                results([(handle.name, peer.call("load_update", str(path)))], limit)
+            else:
+                assert donor is not None
+                addresses = results([(donor.name, donor.call("addresses"))], limit)[0]
+                sent = donor.call("send_weights", addresses)
+                taken = peer.call("take_weights", addresses)
+                version, _ = results([(donor.name, sent), (handle.name, taken)], limit)
+            results([(handle.name, peer.call("commit_update", version, True))], limit)
+            self._events.put((handle, "in step", version))
+        except Exception as error:
+            peer.kill()
+            self._events.put((handle, "not started", error))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def check_fits(self, request: Request) -> None:
+        sample = request.samples[0]
+        if sample.num_prompt_tokens + sample.max_tokens - 1 > self.capacity:
+            raise ValueError(
+                f"prompt of {sample.num_prompt_tokens} tokens + max_tokens {sample.max_tokens} can't fit the KV cache "
+                f"of {self.capacity} tokens; lower max_tokens or raise kv_cache_memory_bytes"
+            )
+
+    def submit(self, request: Request) -> None:
+        self._pump()
+        self.requests[request.request_id] = request
+        self._assign(request)
+
+    def _assign(self, request: Request) -> None:
+        handle = self._choose(request)
+        if handle is None:
+            self._unassigned[request.request_id] = request
+            return
+        handle.requests[request.request_id] = request
+        try:
+            assert handle.peer is not None
+            future = handle.peer.call("submit", request)
+        except WorkerError:  # it has died: the event is on its way, and takes the request elsewhere
+            return
+
+        def check(done: Future) -> None:
+            error = done.exception()
+            if error is not None and not isinstance(error, WorkerError):
+                self._events.put((handle, "refused", (request, error)))
+
+        future.add_done_callback(check)
+
+    def _choose(self, request: Request) -> _Handle | None:
+        """The least loaded replica, or the one that knows the prompt's start, if it has little more to do."""
+        serving = self.serving
+        if not serving:
+            return None
+        tokens, salt = request.prompt_token_ids, request.samples[0].cache_salt
+        starts = [*range(AFFINITY_TOKENS, len(tokens), AFFINITY_TOKENS), len(tokens)]
+        keys, key = [], hash(salt)
+        for a, b in zip([0, *starts[:-1]], starts, strict=True):
+            key = hash((key, *tokens[a:b]))
+            keys.append(key)
+        least = min(serving, key=lambda h: (h.load, h.index))
+        known = next((self._affinity[k] for k in reversed(keys) if k in self._affinity), None)
+        chosen = next((h for h in serving if h.index == known and h.load <= least.load + AFFINITY_SLACK), least)
+        for key in keys:
+            self._affinity[key] = chosen.index
+            self._affinity.move_to_end(key)
+        while len(self._affinity) > AFFINITY_ENTRIES:
+            self._affinity.popitem(last=False)
+        return chosen
+
+    def _take(self, handle: _Handle, progress: list, stats: EngineStats) -> None:
+        handle.stats = stats
+        for new in progress:
+            request = handle.requests.get(new.request_id)
+            if request is None:  # aborted meanwhile
+                continue
+            new.apply(request)
+            self._progressed[request.request_id] = request
+            if request.finished:
+                self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        for handle in self.handles:
+            handle.requests.pop(request.request_id, None)
+        self._unassigned.pop(request.request_id, None)
+        self._moves.pop(request.request_id, None)
+        self.requests.pop(request.request_id, None)
+
+    def _finish(self, request: Request, reason: str, detail: str | None = None) -> None:
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sample.finish_reason, sample.stop_reason = reason, detail
+        self._forget(request)
+        self._progressed[request.request_id] = request
+
+    def end(self, request: Request, reason: str, detail: str | None = None) -> None:
+        """Ends all samples of a request that are still unfinished."""
+        owner = next((h for h in self.handles if request.request_id in h.requests), None)
+        self._finish(request, reason, detail)
+        if owner is not None and owner.peer is not None:
+            with contextlib.suppress(WorkerError):
+                owner.peer.call("end", request.request_id, reason)
+
+    def take_progress(self) -> list[Request]:
+        self._pump()
+        progressed, self._progressed = self._progressed, {}
+        return list(progressed.values())
+
+    def step(self) -> None:
+        """Takes what the replicas have computed, which need no call for it."""
+        if self.failure is not None:
+            raise WorkerError(self.failure)
+        if not self.ready:
+            raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
+        self._pump(POLL)
+
+    # --- weights and memory -----------------------------------------------------------------------------------------
+
+    def _members(self) -> FanOut:
+        """All replicas. RuntimeError where one is missing: what is to reach all of them would not."""
+        self._pump()
+        if self._fan_out is None:
+            deadline = time.monotonic() + self.config.start_timeout
+            while any(h.state == "starting" for h in self.handles) and time.monotonic() < deadline:
+                self._pump(0.1)
+            peers = [h.peer for h in self.serving if h.peer is not None]
+            if not peers:
+                raise WorkerError("no replica is alive")
+            self._fan_out = FanOut(peers, self.config.pipeline_parallel_size, self.host, self.config.worker_timeout)
+        return self._fan_out
+
+    def _drop_fan_out(self) -> None:
+        if self._fan_out is not None:
+            self._fan_out.close()
+            self._fan_out = None
+
+    def begin_weight_update(self) -> FanOutUpdate:
+        return FanOutUpdate(self._members(), self.info.table)
+
+    def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
+        """Prepared by all, or refused. Then there is no way back: who fails is started again with the new version."""
+        self._pump()
+        if not isinstance(update, FanOutUpdate) or update.fan_out is not self._fan_out:
+            raise WeightUpdateError("a replica died or joined during the update; send it again")
+        update.check_complete()
+        calls = update.fan_out.start("commit_update", version, recompute_running)
+        self.weight_version, self.has_weights, self._weights_path = version, True, update.path
+        done = 0
+        for (name, future), member in zip(calls, update.fan_out.members, strict=True):
+            try:
+                results([(name, future)], self.config.worker_timeout)
+                done += 1
+            except Exception as error:
+                logger.error("%s failed to switch to weight version %d: %s; it is restarted", name, version, error)
+                member.kill()
+        if not done and self._weights_path is None:
+            self.has_weights = False
+            raise WorkerError("every replica failed while it switched to the new weights, which are lost")
+
+    def join_weight_group(
+        self, name: str, address: str, port, rank: int, world_size: int, backend: str, timeout: float
+    ):
+        self._members().join(name, address, port, rank, world_size, backend, timeout)
+
+    def leave_weight_group(self, name: str) -> bool:
+        return self._fan_out is not None and self._fan_out.leave(name)
+
+    def has_weight_group(self, name: str) -> bool:
+        self._pump()
+        return self._fan_out is not None and name in self._fan_out.group_names
+
+    def weight_checksums(self) -> dict[str, str]:
+        found = self._members().all("checksums")
+        if any(f != found[0] for f in found):
+            raise RuntimeError("the replicas' weights differ; update them")
+        return found[0]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        self._members().all("reset_prefix_cache", reset_running_requests)
+
+    def release_memory(self, tags: Sequence[str]) -> int:
+        freed = self._members().all("release_memory", tuple(tags))
+        self.has_kv_cache &= "kv_cache" not in tags
+        self.has_weights &= "weights" not in tags
+        return sum(freed)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._members().all("wake_up", tuple(tags))
+        self.has_kv_cache |= "kv_cache" in tags
+        self.has_weights |= "weights" in tags and self._weights_path is not None
+
+    def stats(self) -> EngineStats:
+        """Summed over the replicas; a dead one's counts are lost."""
+        found = [h.stats for h in self.handles if h.stats is not None]
+        total = {f.name: sum(getattr(s, f.name) for s in found) for f in fields(EngineStats)}
+        total["weight_version"] = self.weight_version
+        total["num_waiting"] += len(self._unassigned)
+        return EngineStats(**total)
+
+    def close(self) -> None:
+        self._closing.set()
+        for handle in self.handles:
+            if handle.peer is not None:
+                handle.peer.kill()
+            if handle.placement is not None:
+                ray_backend.release(handle.placement)
+                handle.placement = None

@@ -1,0 +1,351 @@
+"""Stages of a pipeline: each holds a slice of the model's layers, and the KV cache of those layers alone.
+
+The driver, which holds the first stage, decides; the others obey. A step's plan goes to every stage as one small
+message, hidden states go from stage to stage over gloo (CPU) or nccl (GPU), tokens come back from the last. Several
+batches are under way at once, so that stages work at the same time; each computes them in the order of their plans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pathlib
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels import ops
+from ..kernels.contract import Contract
+from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
+from ..model.stage import Layers, split_by_size, split_layers, stage_model
+from .config import EngineConfig
+from .distributed import ray_backend
+from .distributed.fan_out import FanOut
+from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, launch, results
+from .model_runner import ModelRunner, Plan
+from .request import SampledToken
+from .transfer import TensorSpec, WeightGroup, new_backend
+from .weights import WeightLoader, WeightTable, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StageInfo:
+    """What the driver needs to know of a stage. Bytes; capacity in KV blocks."""
+
+    table: WeightTable
+    contract: Contract | None
+    weight_bytes: int
+    block_bytes: int
+    capacity: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Stage:
+    """A slice of a model: its weights, KV and computation; in this process or, through a `Peer`, in another.
+
+    rank, stages: its place in the pipeline. A single stage is the whole model.
+    """
+
+    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "send_weights", "take_weights"})
+
+    def __init__(self, path: str, config: EngineConfig, layers: Layers | None, rank: int = 0, stages: int = 1):
+        self.config, self.rank, self.stages = config, rank, stages
+        device = config.device or "cpu"
+        if layers is None:
+            self.model = exact_model(path, config.dtype, device, config.linear_route, config.exact)
+        else:
+            self.model = stage_model(path, config.dtype, device, layers, config.linear_route, config.exact)
+        self.loader = WeightLoader(self.model, (layers or (0, 0))[0], layers is None)
+        self.groups: dict[str, WeightGroup] = {}
+        self.update = WeightUpdate(self.loader, self.groups)
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        self.runner: ModelRunner
+        self._link: _Link | None = None
+        self.trace: list[tuple[float, float]] = []  # start and end of each step, on the machine's clock
+
+    def describe(self, num_seqs_blocks: int) -> StageInfo:
+        """num_seqs_blocks: more KV blocks than this are of no use."""
+        block = ModelRunner.block_bytes(self.model)
+        if self.config.kv_cache_memory_bytes is not None:
+            capacity = self.config.kv_cache_memory_bytes // block
+            if capacity < 1:
+                raise ValueError(f"kv_cache_memory_bytes is less than one block of {block} bytes")
+        else:
+            sharers = self.config.num_workers if self.config.backend == "mp" else 1
+            capacity = min(psutil.virtual_memory().available // 4 // sharers // block, num_seqs_blocks)
+            if capacity < 1:
+                raise MemoryError(f"no memory for a single KV block of {block} bytes")
+        contract = contract_of(self.model) if self.config.exact else None
+        return StageInfo(self.loader.table, contract, self.weight_bytes, block, capacity, eos_token_ids(self.model))
+
+    def start(self, num_blocks: int) -> None:
+        """Takes the KV memory and packs the weights."""
+        self.runner = ModelRunner(self.model, num_blocks)
+
+    def connect(self, address: str, port: int) -> None:
+        """Joins the group over which hidden states go."""
+        hidden = self.model.config.hidden_size
+        room = torch.empty(self.config.max_num_batched_tokens, hidden, dtype=self.model.dtype)
+        self._link = _Link(address, port, self.rank, self.stages, self.config.worker_timeout, room)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def run(self, plan: Plan) -> list[SampledToken] | None:
+        """One step; tokens, from the last stage."""
+        hidden = None
+        if self._link is not None and self.rank > 0:
+            hidden = self._link.receive(len(plan.token_ids))
+        begin = time.time()
+        out = self.runner.run(plan, hidden)
+        self.trace.append((begin, time.time()))
+        if self._link is None or not isinstance(out, Tensor):
+            return out  # type: ignore[return-value]
+        self._link.send(out)
+        return None
+
+    def run_locally(self, plan: Plan, hidden: Tensor | None) -> Tensor | list[SampledToken]:
+        """The same, where the stages are in one process."""
+        begin = time.time()
+        out = self.runner.run(plan, hidden)
+        self.trace.append((begin, time.time()))
+        return out
+
+    def take_trace(self) -> list[tuple[float, float]]:
+        trace, self.trace = self.trace, []
+        return trace
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        self.update = WeightUpdate(self.loader, self.groups)
+
+    def load_update(self, path: str) -> None:
+        self.update.load(path)
+
+    def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
+        self.update.receive(group, manifest, bucket_bytes)
+
+    def prepare_update(self) -> None:
+        self.update.check_complete()
+
+    def commit_update(self) -> None:
+        self.loader.switch(self.update)
+        self.begin_update()
+
+    def join_group(
+        self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
+    ) -> None:
+        self.leave_group(name)
+        self.groups[name] = WeightGroup(address, port, rank, world_size, name, backend, timeout)
+
+    def leave_group(self, name: str) -> bool:
+        group = self.groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def manifest(self) -> list[TensorSpec]:
+        names = self.loader.slots
+        return [TensorSpec(name, self.loader.table.shapes[name], self.loader.dtype) for name in names]
+
+    def free_address(self) -> tuple[str, int]:
+        """Where this stage could listen."""
+        host = ray_backend.node_address() if self.config.backend == "ray" else "127.0.0.1"
+        with socket.create_server((host, 0)) as s:
+            return host, s.getsockname()[1]
+
+    def send_weights(self, address: str, port: int) -> None:
+        """To the same stage of another replica, which does `take_weights` meanwhile; the address is this stage's."""
+        with WeightGroup(address, port, 0, 2, "copy", timeout=self.config.worker_timeout) as group:
+            group.send(self.loader.tensors(), self.manifest())
+
+    def take_weights(self, address: str, port: int) -> None:
+        with WeightGroup(address, port, 1, 2, "copy", timeout=self.config.worker_timeout) as group:
+            self.update.load(group.receive(self.manifest()))
+
+    def drop_weights(self) -> None:
+        self.loader.drop()
+
+    def checksums(self) -> dict[str, str]:
+        return self.loader.checksums()
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def free_kv_cache(self) -> None:
+        self.runner.kv_caches = []
+
+    def take_kv_cache(self) -> None:
+        self.runner.kv_caches = self.runner.new_kv_caches(self.model, self.runner.num_blocks)
+
+
+class _Link:
+    """Hidden states from the stage before to the stage after."""
+
+    def __init__(self, address: str, port: int, rank: int, stages: int, timeout: float, room: Tensor):
+        backend = "nccl" if room.device.type == "cuda" else "gloo"
+        self._group = new_backend(f"{address}:{port}", rank, stages, "pipeline", backend, timeout)
+        self._rank, self._limit, self._room = rank, timedelta(seconds=timeout), room
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive(self, tokens: int) -> Tensor:
+        """[tokens, hidden], in a buffer that the next call fills again."""
+        hidden = self._room[:tokens]
+        self._wait(self._group.recv([hidden], self._rank - 1, 0), f"hidden states of stage {self._rank - 1}")
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Returns at once; the stage after this one may still be busy."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        hidden = hidden.contiguous()
+        self._sending.append((self._group.send([hidden], self._rank + 1, 0), hidden))
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            limit = self._limit.total_seconds()
+            raise WorkerError(f"{what} did not come within {limit:g} s, or its process died: {error}") from error
+
+
+class Pipeline:
+    """The stages as one: submits plans and collects their tokens, oldest first."""
+
+    def __init__(self, path: pathlib.Path, config: EngineConfig, num_seqs_blocks: int, placement: Any = None):
+        self.config = config
+        count = config.pipeline_parallel_size
+        layers: list[Layers | None] = [None]
+        if count > 1:
+            layers = [*stage_layers(path, config)]
+        self.layers = layers
+        self.remote: list[Peer] = []
+        distant = 0 if config.backend == "inproc" else count - 1
+        threads = default_threads(config.num_workers)
+        if distant:
+            if config.backend == "mp":
+                torch.set_num_threads(min(threads, torch.get_num_threads()))
+            names = [f"stage {rank}" for rank in range(1, count)]
+            logger.info("starting %d stages with layers %s", count, layers)
+            where = None if placement is None else (placement, 1)
+            self.remote = launch(names, config.backend, config.start_timeout, threads, config.device or "cpu", where)
+        try:
+            made = [
+                peer.call("make", Stage, str(path), config, layers[rank], rank, count)
+                for rank, peer in enumerate(self.remote, 1)
+            ]
+            self.local = [Stage(str(path), config, layers[rank], rank, count) for rank in range(count - distant)]
+            self.first = self.local[0]
+            results([(p.name, f) for p, f in zip(self.remote, made, strict=True)], config.start_timeout)
+            host = ray_backend.node_address() if distant and config.backend == "ray" else "127.0.0.1"
+            peers: list[Peer | LocalPeer] = [*(LocalPeer(f"stage {s.rank}", s) for s in self.local), *self.remote]
+            self.stages = FanOut(peers, 1, host, config.worker_timeout)
+            infos: list[StageInfo] = self.stages.all("describe", num_seqs_blocks)
+            self.num_blocks = min(i.capacity for i in infos)
+            self.stages.all("start", self.num_blocks, timeout=config.start_timeout)
+            if distant:
+                self._connect(host)
+        except BaseException:
+            self.close()
+            raise
+        self.model_config = load_config(path)
+        self.eos_token_ids = infos[-1].eos_token_ids
+        self.contract = infos[0].contract
+        self.table = WeightTable.joined(i.table for i in infos)
+        self.weight_bytes = sum(i.weight_bytes for i in infos)
+        self.kv_cache_bytes = self.num_blocks * sum(i.block_bytes for i in infos)
+        self._flights: deque[Future] = deque()
+
+    def each(self, method: str, arguments: Sequence[tuple]) -> None:
+        """Calls a method of every stage with arguments of its own."""
+        pairs = zip(self.stages.members, arguments, strict=True)
+        results([(m.name, m.call(method, *a)) for m, a in pairs], self.config.start_timeout)
+
+    def _connect(self, host: str) -> None:
+        with socket.create_server((host, 0)) as s:
+            port = s.getsockname()[1]
+        calls = [(p.name, p.call("connect", host, port)) for p in self.remote]
+        self.first.connect(host, port)
+        results(calls, self.config.worker_timeout)
+
+    def submit(self, plan: Plan) -> None:
+        """Starts a step; the driver's own stage has computed it when this returns."""
+        result: Future = Future()
+        if self.remote:
+            calls = [peer.call("run", plan) for peer in self.remote]
+            self.first.run(plan)
+            result = calls[-1]
+        else:
+            out: Any = None
+            for stage in self.local:
+                out = stage.run_locally(plan, out)
+            result.set_result(out)
+        self._flights.append(result)
+
+    def collect(self) -> list[SampledToken]:
+        """The tokens of the oldest step under way."""
+        limit = self.config.worker_timeout * max(1, len(self._flights))
+        return results([("the pipeline's last stage", self._flights.popleft())], limit)[0]
+
+    def close(self) -> None:
+        """Ends the processes of other stages."""
+        for peer in self.remote:
+            peer.kill()
+
+
+def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
+    """The layers of each stage: as the configuration says, by measured time (`balance`), or by the stages' size."""
+    if config.stage_layers is not None:
+        ends = [*itertools.accumulate(config.stage_layers)]
+        if ends[-1] != (count := load_config(path).num_hidden_layers):
+            raise ValueError(f"stage_layers {list(config.stage_layers)} add up to {ends[-1]}; the model has {count}")
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+    return _measured_split(path, config) if config.balance else split_by_size(path, config.pipeline_parallel_size)
+
+
+def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
+    """By the time of a decode step of max_num_seqs sequences through one layer, and through the head."""
+    seqs = -(-config.max_num_seqs // config.num_batches)
+    model_config = load_config(path)
+    count = model_config.num_hidden_layers
+    times = []
+    for layers in ((0, 1), (count - 1, count)):
+        model = stage_model(path, config.dtype, config.device or "cpu", layers, config.linear_route, config.exact)
+        times.append(_decode_seconds(ModelRunner(model, seqs), seqs))
+    layer = times[0]
+    return split_layers([layer] * count, max(0.0, times[1] - layer), config.pipeline_parallel_size)
+
+
+def _decode_seconds(runner: ModelRunner, seqs: int) -> float:
+    """Of one token for each of `seqs` sequences; the median of several."""
+    none = np.zeros(seqs, np.int64)
+    kernels = ops.backend(runner.model.device)
+    group = runner.model.config.num_attention_heads // runner.model.config.num_key_value_heads
+    zeros, pages = np.zeros(seqs, np.int32), np.arange(seqs, dtype=np.int32)
+    layout = ops.PagedLayout(
+        [1] * seqs, zeros, pages * np.int32(kernels.BLOCK), pages, pages, kernels.work_items([1] * seqs, group)
+    )
+    plan = Plan(
+        none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,
+        ops.RowParams.repeat(seqs), [-1] * seqs, [False] * seqs,
+    )  # fmt: skip
+    first = runner.model.get_input_embeddings() is not None and runner.head is None
+    hidden = None if first else torch.randn(seqs, runner.model.config.hidden_size).to(runner.model.dtype)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        runner.run(plan, hidden)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[3]

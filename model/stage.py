@@ -1,0 +1,117 @@
+"""A slice of a checkpoint's layers as a model of its own: one stage of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .checkpoint import CheckpointError, manifest, resolve
+from .exact import check_config, load_config, parse_dtype, prepare
+
+Layers = tuple[int, int]  # from, up to
+_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+
+
+def shift_layer(name: str, by: int) -> str:
+    """A tensor's name with its layer's number moved: "model.layers.3.mlp..." by -2 is "model.layers.1.mlp..."."""
+    return _LAYER.sub(lambda number: str(int(number[0]) + by), name)
+
+
+def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layers]:
+    """Cuts layers of these costs into `stages` runs, at least one each, so that the dearest run is as cheap as can be.
+
+    head: the cost of norm and lm_head, which go with the last layer. Among equals, the first stages are the longer.
+    """
+    count = len(costs)
+    if not 1 <= stages <= count:
+        raise ValueError(f"pipeline_parallel_size {stages}: the model has {count} layers, and a stage needs one")
+    total = [0.0, *itertools.accumulate((*costs[:-1], costs[-1] + head))]
+
+    @functools.cache
+    def best(runs: int, end: int) -> tuple[float, tuple[int, ...]]:
+        """The dearest of so many runs over the first `end` layers, and where they start."""
+        if runs == 0:
+            return (0.0 if end == 0 else math.inf), ()
+        found = []
+        for start in range(end):
+            dearest, starts = best(runs - 1, start)
+            found.append((max(dearest, total[end] - total[start]), (*starts, start)))
+        return min(found, key=lambda f: (f[0], [-start for start in f[1]]), default=(math.inf, ()))
+
+    return list(itertools.pairwise((*best(stages, count)[1], count)))
+
+
+def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
+    """`split_layers` by the parameters that a token meets: the time of decoding follows them."""
+    config = load_config(path)
+    layers, head = [0] * config.num_hidden_layers, config.vocab_size * config.hidden_size
+    for name, (_, shape, _) in manifest(resolve(path)).items():
+        if found := _LAYER.search(name):
+            layers[int(found[0])] += int(torch.Size(shape).numel())
+    return split_layers(layers, head, stages)
+
+
+def stage_model(
+    name: str | os.PathLike,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    layers: Layers,
+    linear_route: str = "fma",
+    exact: bool = True,
+) -> PreTrainedModel:
+    """As `exact_model`, for layers [from, to) alone: the embedding comes with the first, norm and lm_head with the
+    last. Only its own tensors are read; layers count from 0 in it. Call its base model with `inputs_embeds`, the
+    hidden states of the stage before, where there is one."""
+    device = torch.device(device)
+    dtype = parse_dtype(dtype, device)
+    path = resolve(name)
+    config = load_config(path)
+    check_config(config)
+    first, last = layers[0] == 0, layers[1] == config.num_hidden_layers
+    part = config.to_dict() | {"num_hidden_layers": layers[1] - layers[0]}
+    if part.get("layer_types"):
+        part["layer_types"] = part["layer_types"][slice(*layers)]
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            type(config).from_dict(part), dtype=dtype, attn_implementation="sdpa"
+        )
+    base = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=model.config)  # its table is in no checkpoint
+    tied = config.tie_word_embeddings
+    if not last:
+        base.norm, model.lm_head = nn.Identity(), None
+    if not (first or (last and tied)):
+        base.embed_tokens = None
+    model.load_state_dict(_tensors(path, model, layers[0], dtype), assign=True, strict=False)
+    if last and tied:
+        model.lm_head.weight = base.embed_tokens.weight
+    return prepare(model.to(device).eval(), path, exact, linear_route)
+
+
+def _tensors(path: os.PathLike, model: nn.Module, first_layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A stage's own tensors by their names in it; CheckpointError unless they are what its config says."""
+    stored = manifest(resolve(path))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied tensors once
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        full = shift_layer(name, first_layer)
+        if full not in stored:
+            raise CheckpointError(f"{path} does not fit its config; missing: {full}")
+        _, there, file = stored[full]
+        if there != shape:
+            raise CheckpointError(
+                f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(shape)}"
+            )
+        with safe_open(file, framework="pt") as tensors:
+            found[name] = tensors.get_tensor(full).to(dtype)
+    return found
