@@ -70,7 +70,9 @@ def _kernel(function, serial_below):
         threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         with _pool:
             if getattr(_thread, "count", None) != threads:  # numba keeps the count per thread
+                wanted = torch.get_num_threads()
                 numba.set_num_threads(threads)
+                torch.set_num_threads(wanted)  # numba's first call sets OpenMP's count, which is torch's, too
                 _thread.count = threads
             return compiled(*args)
 
