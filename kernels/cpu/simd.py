@@ -65,12 +65,12 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
-def _make_tile(rows: int, vectors: int, stored: str):
+def _make_tile(rows: int, vectors: int, stored: str, lines: int = 1):
     """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses, and strides in elements.
 
     stored: b's dtype.
 
-    `ahead`: memory to fetch meanwhile, a cache line for each k: a product of few rows waits for memory otherwise.
+    `ahead`: memory to fetch meanwhile, `lines` cache lines for each k: few rows wait for memory otherwise.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
@@ -120,8 +120,10 @@ def _make_tile(rows: int, vectors: int, stored: str):
             acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
             row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
             columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
-            line = builder.add(ahead, builder.mul(k, _I64(CACHE_LINE)))
-            builder.call(prefetch, [builder.inttoptr(line, pointer), _I32(0), _I32(2), _I32(1)])  # to read, into L2
+            for number in range(lines):
+                line = builder.add(ahead, builder.mul(k, _I64(lines * CACHE_LINE)))
+                line = builder.inttoptr(builder.add(line, _I64(number * CACHE_LINE)), pointer)
+                builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into L2
             offset = builder.mul(k, _I64(4))
             after = []
             for r in range(rows):
@@ -159,11 +161,17 @@ def _row_tiles(vectors: int, stored: str):
     """Any number of rows by `vectors * LANES` columns: tiles of TILE_ROWS, 4, 2 and 1 rows, in this order."""
     most, four, two, one = (_make_tile(rows, vectors, stored) for rows in (TILE_ROWS, 4, 2, 1))
     size = 4 if stored == "float32" else 2
+    eager_lines = size * vectors * LANES // CACHE_LINE
+    eager = _make_tile(TILE_ROWS, vectors, stored, eager_lines)  # fetches all of the next panel in one pass
 
     def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
         end = ahead + size * depth * vectors * LANES
         r = 0
+        if TILE_ROWS <= rows < 2 * TILE_ROWS:  # there will be no other pass of the kind
+            eager(a, stride_a, address, stride_b, depth, c, stride_c, ahead)
+            ahead = end
+            r = TILE_ROWS
         while rows - r >= TILE_ROWS:
             line = ahead if ahead < end else address
             most(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
