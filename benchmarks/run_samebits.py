@@ -7,4 +7,5 @@ import sys
 from samebits.server.bench import measure
 
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-print(json.dumps(measure(job["model"], job, 1, job["dtype"], exact="--off" not in sys.argv)))
+settings = job.get("settings", {})
+print(json.dumps(measure(job["model"], job, 1, job["dtype"], exact="--off" not in sys.argv, **settings)))

@@ -8,7 +8,8 @@ class EngineConfig:
     """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`.
 
     dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's limit).
-    max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute (the chunk size).
+    max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute, the chunk size
+    (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
     kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
     divided among those on this machine, or less if less can be used.
     enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
@@ -25,7 +26,7 @@ class EngineConfig:
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = None  # type: ignore[assignment]  # chosen below
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     skip_tokenizer_init: bool = False
@@ -51,6 +52,8 @@ class EngineConfig:
         return self.batches_in_flight or self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
+        if self.max_num_batched_tokens is None:
+            object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
         if self.backend not in (backends := ("mp", "ray", "inproc")):
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
         if self.backend == "inproc" and self.replicas > 1:

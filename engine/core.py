@@ -17,7 +17,7 @@ from ..kernels import ops
 from ..model.exact import load_config
 from ..scheduler import BlockManager, Scheduler
 from .config import EngineConfig
-from .distributed.fan_out import FanOutUpdate
+from .distributed.fan_out import FanOut, FanOutUpdate
 from .distributed.worker import WorkerError
 from .interrupts import deferred_interrupt
 from .model_runner import Draw, Planner
@@ -61,6 +61,11 @@ class EngineCore:
         self._next_seq_id = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
 
     @property
     def runner(self):
@@ -222,10 +227,11 @@ class EngineCore:
                 if request.partly_scored:
                     request.prompt_scores, request.num_scores_due = [], 0
 
-    def join_weight_group(
-        self, name: str, address: str, port, rank: int, world_size: int, backend: str, timeout: float
-    ):
-        self.pipeline.stages.join(name, address, port, rank, world_size, backend, timeout)
+    settled = True  # nothing has to come up before an update can begin
+
+    def members(self) -> FanOut:
+        """Who takes part in a weight group."""
+        return self.pipeline.stages
 
     def leave_weight_group(self, name: str) -> bool:
         return self.pipeline.stages.leave(name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 from tqdm import tqdm
@@ -196,6 +197,9 @@ class LLM:
         Raises WeightUpdateError or NumericsError and serves the old weights on when anything is wrong with the source.
         """
         self._check_version(version)
+        deadline = time.monotonic() + self.config.start_timeout
+        while not self.core.settled and time.monotonic() < deadline:
+            time.sleep(0.05)
         update = self.begin_weight_update()
         update.load(source, self.contract)
         return self.commit_weight_update(update, version, recompute_running)
@@ -245,7 +249,8 @@ class LLM:
 
         Waits for all other ranks. A group of that name from before is left.
         """
-        self.core.join_weight_group(name, master_address, master_port, rank, world_size, backend, timeout)
+        where = name, master_address, master_port, rank, world_size, backend, timeout
+        self.core.members().join(*where)
 
     def leave_weight_group(self, name: str) -> bool:
         """True if there was one."""
@@ -272,6 +277,11 @@ class LLM:
     def ready(self) -> bool:
         """Can it step: has it KV memory and weights?"""
         return self.core.ready
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can't ever step again, if so."""
+        return self.core.failure
 
     @property
     def has_kv_cache(self) -> bool:

@@ -40,6 +40,8 @@ from .weights import WeightLoader, WeightTable, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
+BALANCE_CONTEXT = 256  # tokens of each sequence when `balance` takes the time
+
 
 @dataclass
 class StageInfo:
@@ -59,7 +61,7 @@ class Stage:
     rank, stages: its place in the pipeline. A single stage is the whole model.
     """
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "send_weights", "take_weights"})
+    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "leave_group"})
 
     def __init__(self, path: str, config: EngineConfig, layers: Layers | None, rank: int = 0, stages: int = 1):
         self.config, self.rank, self.stages = config, rank, stages
@@ -232,6 +234,7 @@ class Pipeline:
             layers = [*stage_layers(path, config)]
         self.layers = layers
         self.remote: list[Peer] = []
+        self.placement: Any = None
         distant = 0 if config.backend == "inproc" else count - 1
         threads = default_threads(config.num_workers)
         if distant:
@@ -239,7 +242,11 @@ class Pipeline:
                 torch.set_num_threads(min(threads, torch.get_num_threads()))
             names = [f"stage {rank}" for rank in range(1, count)]
             logger.info("starting %d stages with layers %s", count, layers)
-            where = None if placement is None else (placement, 1)
+            where = None
+            if config.backend == "ray":  # a replica's group has a place for the first stage, too, which is here
+                device = config.device or "cpu"
+                self.placement = placement or ray_backend.place(distant, threads, device, config.start_timeout)
+                where = self.placement, 0 if placement is None else 1
             self.remote = launch(names, config.backend, config.start_timeout, threads, config.device or "cpu", where)
         try:
             made = [
@@ -303,6 +310,9 @@ class Pipeline:
         """Ends the processes of other stages."""
         for peer in self.remote:
             peer.kill()
+        if self.placement is not None:
+            ray_backend.release(self.placement)
+            self.placement = None
 
 
 def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
@@ -318,34 +328,36 @@ def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
 def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
     """By the time of a decode step of max_num_seqs sequences through one layer, and through the head."""
     seqs = -(-config.max_num_seqs // config.num_batches)
-    model_config = load_config(path)
-    count = model_config.num_hidden_layers
+    count = load_config(path).num_hidden_layers
+    where, numerics = (config.dtype, config.device or "cpu"), (config.linear_route, config.exact)
+    pages = seqs * (BALANCE_CONTEXT // ops.backend(torch.device(config.device or "cpu")).BLOCK + 1)
     times = []
-    for layers in ((0, 1), (count - 1, count)):
-        model = stage_model(path, config.dtype, config.device or "cpu", layers, config.linear_route, config.exact)
-        times.append(_decode_seconds(ModelRunner(model, seqs), seqs))
-    layer = times[0]
-    return split_layers([layer] * count, max(0.0, times[1] - layer), config.pipeline_parallel_size)
+    for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
+        runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)
+        times.append(decode_seconds(runner, seqs, BALANCE_CONTEXT))
+    layer, end = times
+    return split_layers([layer] * count, max(0.0, end - layer), config.pipeline_parallel_size)
 
 
-def _decode_seconds(runner: ModelRunner, seqs: int) -> float:
-    """Of one token for each of `seqs` sequences; the median of several."""
+def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7) -> float:
+    """Median time of a decode step of `seqs` sequences, of `context` tokens each, in a stage that isn't the first."""
+    model, config, kernels = runner.model, runner.model.config, ops.backend(runner.model.device)
+    pages = context // kernels.BLOCK + 1
+    positions = np.full(seqs, context, np.int32)
+    tables = np.arange(seqs * pages, dtype=np.int32)
+    starts = tables[::pages].copy()
+    slots = tables[starts + context // kernels.BLOCK] * np.int32(kernels.BLOCK) + positions % np.int32(kernels.BLOCK)
+    items = kernels.work_items([1] * seqs, config.num_attention_heads // config.num_key_value_heads)
+    layout = ops.PagedLayout([1] * seqs, positions, slots, tables, starts, items)
     none = np.zeros(seqs, np.int64)
-    kernels = ops.backend(runner.model.device)
-    group = runner.model.config.num_attention_heads // runner.model.config.num_key_value_heads
-    zeros, pages = np.zeros(seqs, np.int32), np.arange(seqs, dtype=np.int32)
-    layout = ops.PagedLayout(
-        [1] * seqs, zeros, pages * np.int32(kernels.BLOCK), pages, pages, kernels.work_items([1] * seqs, group)
-    )
     plan = Plan(
         none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,
         ops.RowParams.repeat(seqs), [-1] * seqs, [False] * seqs,
     )  # fmt: skip
-    first = runner.model.get_input_embeddings() is not None and runner.head is None
-    hidden = None if first else torch.randn(seqs, runner.model.config.hidden_size).to(runner.model.dtype)
+    hidden = torch.randn(seqs, config.hidden_size).to(model.dtype)
     times = []
-    for _ in range(7):
+    for _ in range(repeats):
         start = time.perf_counter()
         runner.run(plan, hidden)
         times.append(time.perf_counter() - start)
-    return sorted(times)[3]
+    return sorted(times)[repeats // 2]

@@ -43,8 +43,10 @@ async def page() -> Response:
 async def health(http: Request) -> Response:
     """200 while the engine's thread lives and the server takes requests."""
     engine = service(http).engine
-    if not engine.alive or engine.draining:
-        return problem(503, "the server is shutting down" if engine.draining else "the engine's thread is dead")
+    if engine.draining:
+        return problem(503, "the server is shutting down")
+    if not engine.alive or engine.llm.failure is not None:
+        return problem(503, engine.llm.failure or "the engine's thread is dead")
     return reply({"status": "ok"})
 
 

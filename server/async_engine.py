@@ -22,6 +22,7 @@ from .tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+IDLE = 0.5  # seconds that the engine's thread waits for a command at a time
 INLINE_PROMPT = 4096  # characters or tokens that are cheaper to check at once than in another thread
 
 
@@ -136,19 +137,22 @@ class AsyncEngine:
                 logger.exception("the engine failed in a step; its requests fail with it")
                 self._fail_all(error)
                 continue
-            if working:
+            if working and self.llm.config.replicas == 1:  # replicas step by themselves
                 self.on_step(time.perf_counter() - begin)
             if outputs:
                 self.loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _has_work(self) -> bool:
-        return not self.paused.is_set() and self.llm.ready and self.llm.has_unfinished_requests()
+        unfinished = self.llm.has_unfinished_requests()
+        return unfinished and (self.llm.failure is not None or (self.llm.ready and not self.paused.is_set()))
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._commands.empty():
             wait = False
             try:
-                self._commands.get()()
+                self._commands.get(timeout=IDLE)()
+            except queue.Empty:  # a look at the replicas
+                pass
             except Exception:  # the thread must live
                 logger.exception("a command of the server failed")
 
@@ -156,7 +160,8 @@ class AsyncEngine:
         """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
         for request_id in list(self.llm.unfinished_request_ids):
             self.llm.abort(request_id)
-        self.llm.reset_prefix_cache()
+        if self.llm.failure is None:
+            self.llm.reset_prefix_cache()
         self.llm.take_outputs()
         self.loop.call_soon_threadsafe(self._deliver_failure, error)
 
@@ -179,6 +184,8 @@ class AsyncEngine:
         """Admits all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
         if self.refusal is not None:
             raise UnavailableError(self.refusal)
+        if self.llm.failure is not None:
+            raise UnavailableError(f"the engine is broken: {self.llm.failure}; restart the server")
         if not self.llm.ready and not self.paused.is_set():
             raise UnavailableError("the engine sleeps or has no weights; wake it up, or update its weights")
         count = sum(r.params.n for r in requests)

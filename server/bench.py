@@ -30,14 +30,18 @@ def grouped(count: int = 8, n: int = 16, length: int = 256, output_len: int = 64
 WORKLOADS: dict[str, Callable[[], dict]] = {"mixed": mixed, "grouped": grouped}
 
 
-def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -> dict:
-    """Times the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared."""
+def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool, **settings) -> dict:
+    """Times the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared.
+
+    settings: more of `EngineConfig`.
+    """
     from ..engine import LLM, SamplingParams
 
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     begin = time.perf_counter()
-    llm = LLM(model, dtype=dtype, exact=exact, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
+    settings = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**30, **settings}
+    llm = LLM(model, dtype=dtype, exact=exact, **settings)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     start_seconds = time.perf_counter() - begin
     ceiling = llm.model_config.vocab_size - 1
@@ -52,13 +56,15 @@ def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool) -
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
+    computed = llm.stats().prompt_tokens_computed - before
+    llm.close()
     return {
         "engine": "samebits" if exact else "samebits, switches off",
         "workload": workload["name"],
         "dtype": dtype,
         "seconds": [round(s, 3) for s in seconds],
         "output_tok_s": [round(tokens / s, 1) for s in seconds],
-        "prompt_tokens_computed": llm.stats().prompt_tokens_computed - before,
+        "prompt_tokens_computed": computed,
         "start_seconds": round(start_seconds, 2),
         "weights_mb": round(llm.weight_bytes / 1e6),
         "kv_mb": round(llm.kv_cache_bytes / 1e6),

@@ -120,6 +120,11 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that a step may run.")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that a step may compute.")] = 256,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache.")] = None,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", help="Stages of a replica.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Engines behind this address.")] = 1,
+    backend: Annotated[str, typer.Option(help="Of stages and replicas: mp (this machine) or ray (a cluster).")] = "mp",
+    balance: Annotated[bool, typer.Option("--balance", help="Cut stages by measured time, not by size.")] = False,
+    worker_timeout: Annotated[float, typer.Option(help="Seconds until a silent stage or replica is dead.")] = 60.0,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
@@ -146,10 +151,18 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            pipeline_parallel_size=pp,
+            replicas=replicas,
+            backend=backend,
+            balance=balance,
+            worker_timeout=worker_timeout,
         ).result()
     guard = Guard(api_key, admin_key)
     options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
-    run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
+    try:
+        run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
+    finally:
+        llm.close()
 
 
 @app.command()

@@ -147,9 +147,10 @@ class Client:
         with socket.socket() as s:
             s.bind(("", 0))
             port = s.getsockname()[1]
-        where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-        with _Meanwhile(self.post, "/init_weights_update_group", where) as reply:
-            group = WeightGroup(address, port, 0, 2, DEFAULT_NAME, timeout=self.timeout)
+        world = 1 + self.get("/get_world_size")["world_size"]
+        where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
+        with _Meanwhile(self.post, "/init_weights_update_group", where | {"backend": "gloo"}) as reply:
+            group = WeightGroup(address, port, 0, world, DEFAULT_NAME, timeout=self.timeout)
         reply.result()
         return group
 

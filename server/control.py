@@ -122,7 +122,7 @@ async def shutdown_weight_transfer_engine(http: Request):
 @control.post("/start_weight_update")
 async def start_weight_update(http: Request, body: Body | None = None):
     """Tensors that come from now on are put in force by /finish_weight_update, together."""
-    service(http).updates.begin()
+    await service(http).updates.begin()
     return done("weight update started")
 
 
@@ -214,8 +214,10 @@ async def is_sleeping(http: Request):
 
 
 @router.get("/get_world_size")
-async def get_world_size(include_dp: bool = True):
-    return reply({"world_size": 1})
+async def get_world_size(http: Request, include_dp: bool = True):
+    """Ranks that this server takes in a weight group; without include_dp, those of one replica."""
+    llm = service(http).llm
+    return reply({"world_size": llm.world_size if include_dp else llm.config.pipeline_parallel_size})
 
 
 @router.get("/get_server_info")
@@ -240,9 +242,9 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "tokenizer_path": str(llm.path),
         "served_model_name": server.model_name,
         "tp_size": 1,
-        "pp_size": 1,
-        "dp_size": 1,
-        "max_total_num_tokens": load["kv_blocks_total"] * llm.scheduler.blocks.block_size,
+        "pp_size": config.pipeline_parallel_size,
+        "dp_size": config.replicas,
+        "max_total_num_tokens": llm.core.capacity,
         "max_running_requests": config.max_num_seqs,
         "context_length": llm.max_model_len,
         "weight_version": server.updates.label,

@@ -176,7 +176,7 @@ async def update_weights_from_tensor(body: FromTensorBody, http: Request):
 @control.post("/begin_weight_update")
 async def begin_weight_update(http: Request, body: SelectorBody | None = None):
     """Tensors that come from now on are put in force by /end_weight_update, together."""
-    service(http).updates.begin()
+    await service(http).updates.begin()
     return done("weight update begun")
 
 

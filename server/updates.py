@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -52,11 +53,23 @@ class WeightUpdates:
     def relabel(self, label: str) -> None:
         self.labels[self.engine.llm.weight_version] = label
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
-        self._check_free()
-        self._forget()
-        self.pending, self._explicit = self.engine.llm.begin_weight_update(), True
+        async with self._exclusively():
+            self._forget()
+            self.pending, self._explicit = await self._begin(), True
+
+    async def _begin(self) -> WeightUpdate | FanOutUpdate:
+        await self._settled()
+        return await self.engine.call(lambda llm: llm.begin_weight_update())
+
+    async def _settled(self) -> None:
+        """Waits for replicas that start: they are to take part."""
+        deadline = time.monotonic() + self.timeout
+        while not await self.engine.call(lambda llm: llm.core.settled):
+            if time.monotonic() > deadline:
+                raise ConflictError(f"a replica is starting, for more than {self.timeout:g} s")
+            await asyncio.sleep(0.1)
 
     async def finish(self, label: str | None = None) -> None:
         async with self._exclusively():
@@ -100,7 +113,7 @@ class WeightUpdates:
             return await self._load(receive, label)
 
     async def _load(self, load: Callable[[WeightUpdate | FanOutUpdate], None], label: str | None) -> str:
-        self.pending = update = self.pending or self.engine.llm.begin_weight_update()
+        self.pending = update = self.pending or await self._begin()
         self._label = label or self._label
         try:
             await in_daemon_thread(load, update)
@@ -139,7 +152,9 @@ class WeightUpdates:
             self._forget()
             self._leave(name)
             where = name, address, port, rank, world_size, backend, self.timeout
-            await in_daemon_thread(self.engine.llm.join_weight_group, *where)
+            await self._settled()
+            members = await self.engine.call(lambda llm: llm.core.members())
+            await in_daemon_thread(members.join, *where)
             self.groups.add(name)
 
     async def leave(self, name: str) -> bool:

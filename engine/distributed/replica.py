@@ -80,7 +80,7 @@ class Progress:
 class Replica:
     """Served by a worker: between calls, `tick` runs the engine's steps and reports what is new."""
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "ping"})
+    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "leave_group", "ping"})
 
     def __init__(self, path: str, config: EngineConfig):
         placement = ray_backend.own_placement() if config.backend == "ray" else None
@@ -91,10 +91,9 @@ class Replica:
         self.beats = 0
 
     def describe(self) -> ReplicaInfo:
-        core, blocks = self.core, self.core.scheduler.blocks
-        capacity = blocks.num_blocks * blocks.block_size
+        core = self.core
         sizes = core.weight_bytes, core.kv_cache_bytes
-        return ReplicaInfo(core.contract, core.eos_token_ids, capacity, core.pipeline.table, *sizes)
+        return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.pipeline.table, *sizes)
 
     def tick(self, report: Callable[[tuple[list[Progress], EngineStats]], None]) -> bool:
         working = self.core.ready and bool(self.core.requests)
@@ -152,7 +151,7 @@ class Replica:
             self.update.given = set(self.update.table.shapes)  # type: ignore[union-attr]
 
     def join_group(self, *where) -> None:
-        self.core.join_weight_group(*where)
+        self.core.members().join(*where)
 
     def leave_group(self, name: str) -> bool:
         return self.core.leave_weight_group(name)

@@ -86,7 +86,8 @@ class Router:
         self._fan_out: FanOut | None = None
         infos = self._start_all()
         self.info: ReplicaInfo = infos[0]
-        self.capacity = min(i.capacity for i in infos)
+        self.room = min(i.capacity for i in infos)  # tokens that each replica's KV cache holds
+        self.capacity = sum(i.capacity for i in infos)
         self.contract, self.eos_token_ids = self.info.contract, self.info.eos_token_ids
         self.weight_bytes = sum(i.weight_bytes for i in infos)
         self.kv_cache_bytes = sum(i.kv_cache_bytes for i in infos)
@@ -94,7 +95,8 @@ class Router:
 
     @property
     def world_size(self) -> int:
-        return self.config.num_workers
+        alive = [h for h in self.handles if h.state != "failed"]
+        return len(alive) * self.config.pipeline_parallel_size
 
     @property
     def serving(self) -> list[_Handle]:
@@ -263,10 +265,10 @@ class Router:
 
     def check_fits(self, request: Request) -> None:
         sample = request.samples[0]
-        if sample.num_prompt_tokens + sample.max_tokens - 1 > self.capacity:
+        if sample.num_prompt_tokens + sample.max_tokens - 1 > self.room:
             raise ValueError(
                 f"prompt of {sample.num_prompt_tokens} tokens + max_tokens {sample.max_tokens} can't fit the KV cache "
-                f"of {self.capacity} tokens; lower max_tokens or raise kv_cache_memory_bytes"
+                f"of {self.room} tokens; lower max_tokens or raise kv_cache_memory_bytes"
             )
 
     def submit(self, request: Request) -> None:
@@ -362,13 +364,16 @@ class Router:
 
     # --- weights and memory -----------------------------------------------------------------------------------------
 
-    def _members(self) -> FanOut:
-        """All replicas. RuntimeError where one is missing: what is to reach all of them would not."""
+    @property
+    def settled(self) -> bool:
+        """Does no replica start? What is to reach all of them waits for that."""
+        self._pump()
+        return all(h.state != "starting" for h in self.handles)
+
+    def members(self) -> FanOut:
+        """The replicas that serve."""
         self._pump()
         if self._fan_out is None:
-            deadline = time.monotonic() + self.config.start_timeout
-            while any(h.state == "starting" for h in self.handles) and time.monotonic() < deadline:
-                self._pump(0.1)
             peers = [h.peer for h in self.serving if h.peer is not None]
             if not peers:
                 raise WorkerError("no replica is alive")
@@ -381,7 +386,9 @@ class Router:
             self._fan_out = None
 
     def begin_weight_update(self) -> FanOutUpdate:
-        return FanOutUpdate(self._members(), self.info.table)
+        if not self.settled:
+            raise WeightUpdateError("a replica is starting; send the update again when it serves")
+        return FanOutUpdate(self.members(), self.info.table)
 
     def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
         """Prepared by all, or refused. Then there is no way back: who fails is started again with the new version."""
@@ -403,35 +410,29 @@ class Router:
             self.has_weights = False
             raise WorkerError("every replica failed while it switched to the new weights, which are lost")
 
-    def join_weight_group(
-        self, name: str, address: str, port, rank: int, world_size: int, backend: str, timeout: float
-    ):
-        self._members().join(name, address, port, rank, world_size, backend, timeout)
-
     def leave_weight_group(self, name: str) -> bool:
         return self._fan_out is not None and self._fan_out.leave(name)
 
     def has_weight_group(self, name: str) -> bool:
-        self._pump()
         return self._fan_out is not None and name in self._fan_out.group_names
 
     def weight_checksums(self) -> dict[str, str]:
-        found = self._members().all("checksums")
+        found = self.members().all("checksums")
         if any(f != found[0] for f in found):
             raise RuntimeError("the replicas' weights differ; update them")
         return found[0]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        self._members().all("reset_prefix_cache", reset_running_requests)
+        self.members().all("reset_prefix_cache", reset_running_requests)
 
     def release_memory(self, tags: Sequence[str]) -> int:
-        freed = self._members().all("release_memory", tuple(tags))
+        freed = self.members().all("release_memory", tuple(tags))
         self.has_kv_cache &= "kv_cache" not in tags
         self.has_weights &= "weights" not in tags
         return sum(freed)
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        self._members().all("wake_up", tuple(tags))
+        self.members().all("wake_up", tuple(tags))
         self.has_kv_cache |= "kv_cache" in tags
         self.has_weights |= "weights" in tags and self._weights_path is not None
 

@@ -1,0 +1,215 @@
+"""Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
+
+usage: python benchmarks/scale.py [--rounds 3] [--backends mp ray] [--out FILE] [--trace FILE.png] [--profile FILE]
+
+Each layout runs in processes of its own, once a round, in turn; one thread a stage, all threads for one engine alone.
+--profile only measures a layer's and the head's times, for simulate_scale.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from samebits import LLM, SamplingParams
+from samebits.engine import EngineConfig
+from samebits.engine.distributed.router import Router
+from samebits.engine.model_runner import ModelRunner
+from samebits.engine.pipeline import decode_seconds
+from samebits.model import exact_model, resolve
+from samebits.model.exact import load_config
+from samebits.model.stage import stage_model
+from samebits.server.bench import WORKLOADS
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results"
+ALONE = "1 stage, all threads"
+
+
+def layouts(backends: list[str]) -> dict[str, dict]:
+    """Name -> settings. The KV pool is 1 GiB in all: half in each replica; a stage needs half for as many tokens."""
+    half = {"kv_cache_memory_bytes": 2**29}
+    found: dict[str, dict] = {ALONE: {}}
+    for backend in backends:
+        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "backend": backend} | half
+        found[f"2 replicas, {backend}"] = {"replicas": 2, "backend": backend} | half
+    return found
+
+
+def throughput(model: str, backends: list[str], rounds: int) -> dict[str, list[float]]:
+    """Output tokens/s of each round, on the mixed workload."""
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(layouts(backends)), unit="run") as bar:
+        for _ in range(rounds):
+            for name, settings in layouts(backends).items():
+                job = pathlib.Path(folder) / "job.json"
+                work = WORKLOADS["mixed"]()
+                job.write_text(json.dumps({"model": model, "dtype": "float32", "settings": settings, **work}))
+                command = [sys.executable, str(HERE / "run_samebits.py"), str(job)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
+                line = next(x for x in done.stdout.splitlines() if x.startswith("{"))
+                rates.setdefault(name, []).append(json.loads(line)["output_tok_s"][0])
+                bar.update()
+    return rates
+
+
+def update_seconds(model: str, replicas: int, repeats: int = 5) -> list[float]:
+    """Of updates from a module to replicas of one thread each; the first, which makes the group, is not counted."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = EngineConfig(replicas=replicas, kv_cache_memory_bytes=2**26, skip_tokenizer_init=True)
+    router, source = Router(resolve(model), config), exact_model(model)
+    times = []
+    for version in range(1, repeats + 2):
+        start = time.perf_counter()
+        update = router.begin_weight_update()
+        update.load(source, router.contract)
+        router.commit_weight_update(update, version, recompute_running=True)
+        times.append(time.perf_counter() - start)
+    router.close()
+    return times[1:]
+
+
+def trace(model: str, in_flight: int = 4) -> dict:
+    """Start and end of each step in each of 2 stages, seconds; the share of time in which both work."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    llm = LLM(model, pipeline_parallel_size=2, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
+              skip_tokenizer_init=True)  # fmt: skip
+    work = WORKLOADS["mixed"]()
+    llm.generate(work["prompts"][:2], SamplingParams(max_tokens=4), use_tqdm=False)
+    llm.core.members().all("take_trace")
+    params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
+    llm.generate(work["prompts"], params, use_tqdm=False)
+    stages = llm.core.members().all("take_trace")
+    layers = llm.core.pipeline.layers
+    llm.close()
+    origin = min(s[0][0] for s in stages)
+    steps = [[(a - origin, b - origin) for a, b in s] for s in stages]
+    end = max(s[-1][1] for s in steps)
+    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in steps[0] for c, d in steps[1])
+    return {
+        "layers": layers,
+        "steps": steps,
+        "seconds": end,
+        "busy": [sum(b - a for a, b in s) / end for s in steps],
+        "both": both / end,
+    }
+
+
+def draw(found: dict, file: pathlib.Path) -> None:
+    """The steps of half a second in the middle of the run, one row a stage, a colour for each batch in flight."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 2.4), layout="constrained")
+    middle = found["seconds"] / 3
+    colours = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
+    for row, steps in enumerate(found["steps"]):
+        for number, (a, b) in enumerate(steps):
+            if middle < b and a < middle + 0.5:
+                axes.barh(-row, b - a, left=a, height=0.8, color=colours[number % 4], edgecolor="white")
+    axes.set_xlim(middle, middle + 0.5)
+    names = [f"stage {i}\nlayers {a}-{b - 1}" for i, (a, b) in enumerate(found["layers"])]
+    axes.set_yticks([0, -1], names)
+    axes.set_xlabel("seconds; colours: the batches in flight, in turn")
+    shares = ", ".join(f"{100 * x:.0f} %" for x in found["busy"])
+    axes.set_title(f"Steps of two stages: busy {shares} of the time, both at once {100 * found['both']:.0f} %", size=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def profile(model: str) -> dict:
+    """Times of one layer and of the head by tokens and context, fitted by least squares; one thread."""
+    torch.set_num_threads(1)
+    path, config = resolve(model), load_config(resolve(model))
+    count = config.num_hidden_layers
+    models = (stage_model(path, "float32", "cpu", part) for part in ((1, 2), (count - 1, count)))
+    layer, last = (ModelRunner(model, 2048) for model in models)
+    points = [(tokens, 0) for tokens in (1, 4, 16, 64, 128)] + [(16, 512), (16, 2048)]
+    times = [decode_seconds(layer, tokens, context) for tokens, context in points]
+    rows = torch.tensor([[1.0, t, t * (c + 1)] for t, c in points], dtype=torch.float64)
+    base, token, key = torch.linalg.lstsq(rows, torch.tensor(times, dtype=torch.float64)[:, None])[0].flatten().tolist()
+    heads = [(n, decode_seconds(last, n, 0) - decode_seconds(layer, n, 0)) for n in (1, 16, 64)]
+    rows = torch.tensor([[1.0, n] for n, _ in heads], dtype=torch.float64)
+    head = torch.linalg.lstsq(rows, torch.tensor([[t] for _, t in heads], dtype=torch.float64))[0].flatten().tolist()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "model": model,
+        "device": f"1 thread of {platform.processor() or platform.machine()}, float32, torch {torch.__version__}",
+        "layers": count,
+        "layer_seconds": {"base": max(base, 0.0), "per_token": token, "per_context_token": max(key, 0.0)},
+        "head_seconds": {"base": max(head[0], 0.0), "per_row": head[1]},
+        "overhead_seconds": 0.004,
+        "hidden_bytes_per_token": 4 * config.hidden_size,
+        "weight_bytes": sum(p.nbytes for p in exact_model(path).parameters()),
+        "kv_bytes_per_token_layer": 2 * 4 * config.num_key_value_heads * head_dim,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
+    parser.add_argument("--trace", type=pathlib.Path, default=HERE.parent / "docs" / "pipeline_trace.png")
+    parser.add_argument("--profile", nargs="?", type=pathlib.Path, const=RESULTS / "stage_times.json")
+    args = parser.parse_args()
+    if args.profile:
+        args.profile.write_text(json.dumps(profile(args.model), indent=1) + "\n")
+        print(args.profile.read_text())
+        return
+    console = Console()
+    rates = throughput(args.model, args.backends, args.rounds)
+    table = Table("layout", "output tok/s (median)", "runs", f"of {ALONE}")
+    ratios = {}
+    for name, each in rates.items():
+        ratios[name] = statistics.median(a / b for a, b in zip(each, rates[ALONE], strict=True))
+        table.add_row(
+            name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), f"{ratios[name]:.2f} x"
+        )
+    console.print(table)
+    updates = {n: update_seconds(args.model, n) for n in (1, 2)}
+    medians = {n: statistics.median(t) for n, t in updates.items()}
+    console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
+                  f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
+    found = trace(args.model)
+    draw(found, args.trace)
+    console.print(f"2 stages, 4 batches in flight: busy {found['busy']}, both at once {found['both']:.2f}")
+    args.out.write_text(
+        json.dumps(
+            {
+                "cpus": os.cpu_count(),
+                "torch": torch.__version__,
+                "output_tok_s": rates,
+                "ratios": ratios,
+                "update_seconds": updates,
+                "trace": {k: v for k, v in found.items() if k != "steps"},
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
