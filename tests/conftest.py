@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -29,6 +31,16 @@ def smollm2():
         return resolve("smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A local Ray with room for several small workers on any machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture

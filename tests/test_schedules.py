@@ -58,12 +58,13 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
     Among them, requests that are aborted later, and updates with the weights that the engine already has.
     """
     threads = torch.get_num_threads()
+    split = settings.get("stage_layers", (1,) * settings.get("pipeline_parallel_size", 1))
     llm = LLM(
         path,
         dtype=dtype,
         max_num_seqs=rng.choice((1, 2, 5, 64)),
         max_num_batched_tokens=rng.choice((3, 7, 33, 100, 2048)),
-        kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4, 200))),
+        kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4, 200))) * max(split) // sum(split),
         enable_prefix_caching=rng.random() < 0.8,
         **settings,
     )
@@ -83,8 +84,23 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
                 results[out.request_id] = out
         llm.scheduler.check()
     torch.set_num_threads(threads)
+    llm.close()
     assert llm.stats().kv_blocks_used == 0
     return [results[i] for i in ids], llm
+
+
+def check_results(model, requests, results) -> None:
+    """Against the oracle, as bits."""
+    for (prompt, params), out in zip(requests, results, strict=True):
+        expected = oracle(model, prompt, params, eos=(2,))
+        assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
+        if params.prompt_logprobs and len(prompt) > 1:
+            plain = dataclasses.replace(params, min_tokens=0)
+            assert out.prompt_logprobs == token_logprobs(model, [prompt], plain)[0].tolist()
+        if params.raw_logprobs:
+            for c in out.completions:
+                raw = token_logprobs(model, [prompt + c.token_ids])[0][len(prompt) :]
+                assert c.raw_logprobs == raw.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -97,19 +113,41 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
         rng = random.Random(f"{family}-{dtype}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
         results, llm = run_schedule(path, dtype, rng, requests, model)
-        for (prompt, params), out in zip(requests, results, strict=True):
-            expected = oracle(model, prompt, params, eos=(2,))
-            assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
-            if params.prompt_logprobs and len(prompt) > 1:
-                plain = dataclasses.replace(params, min_tokens=0)
-                assert out.prompt_logprobs == token_logprobs(model, [prompt], plain)[0].tolist()
-            if params.raw_logprobs:
-                for c in out.completions:
-                    raw = token_logprobs(model, [prompt + c.token_ids])[0][len(prompt) :]
-                    assert c.raw_logprobs == raw.tolist()
+        check_results(model, requests, results)
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
     assert preemptions and hits, "the schedules exercised nothing"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_pipeline_changes_a_bit(checkpoint, family, stages):
+    """Stages of one process, several batches under way: the schedules of a pipeline without its processes."""
+    path = checkpoint(family, num_hidden_layers=stages)
+    model = exact_model(path)
+    preemptions = hits = 0
+    for case in range(7):
+        rng = random.Random(f"{family}-{stages}-{case}")
+        requests = random_requests(rng, 1001, 8, 45)
+        pipeline = {"pipeline_parallel_size": stages, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
+        results, llm = run_schedule(path, "float32", rng, requests, model, **pipeline)
+        check_results(model, requests, results)
+        preemptions += llm.stats().preemptions
+        hits += llm.stats().prefix_hit_tokens
+    assert preemptions and hits, "the schedules exercised nothing"
+
+
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_no_process_changes_a_bit(checkpoint, backend, ray_cluster):
+    path = checkpoint("qwen3", num_hidden_layers=3)
+    model = exact_model(path)
+    for stages in (2, 3):
+        rng = random.Random(f"{backend}-{stages}")
+        requests = random_requests(rng, 1001, 8, 45)
+        split = {2: (1, 2), 3: (1, 1, 1)}[stages]
+        pipeline = {"pipeline_parallel_size": stages, "backend": backend, "stage_layers": split}
+        results, _ = run_schedule(path, "float32", rng, requests, model, batches_in_flight=3, **pipeline)
+        check_results(model, requests, results)
 
 
 def test_smollm2_no_schedule_changes_a_bit(smollm2):
