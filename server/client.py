@@ -101,7 +101,7 @@ class Client:
 
         source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
         server reaches this process; by default the interface that leads to the server. The first call makes the group;
-        a failure closes it, and the next makes another. Raises ServerError, TransferError or NumericsError; the server
+        a failure closes it, or a replica of the server that was restarted, and the next makes another. Raises ServerError, TransferError or NumericsError; the server
         then serves the old weights on.
         """
         if isinstance(source, nn.Module):
@@ -123,7 +123,7 @@ class Client:
         address: str | None = None,
     ) -> int | str:
         """As `update_weights`, for tensors that are made one after another."""
-        if self._group is None or not self._group.usable:
+        if self._group is None or not self._group.usable or not self.get("/weight_info")["weight_groups"]:
             self._group = self._join(address or self._own_address())
         body = {
             "names": [s.name for s in specs],
@@ -144,6 +144,8 @@ class Client:
             return connection.getsockname()[0]
 
     def _join(self, address: str) -> WeightGroup:
+        if self._group is not None:
+            self._group.close()
         with socket.socket() as s:
             s.bind(("", 0))
             port = s.getsockname()[1]

@@ -159,7 +159,12 @@ async def update_weight_version(body: VersionBody, http: Request):
 @router.get("/weight_info")
 async def weight_info(http: Request):
     server = service(http)
-    return reply({"weight_version": server.updates.label, "updates": server.llm.weight_version})
+    groups = [name for name in server.updates.groups if server.llm.has_weight_group(name)]
+    return reply({
+        "weight_version": server.updates.label,
+        "updates": server.llm.weight_version,
+        "weight_groups": groups,  # that could receive weights now
+    })  # fmt: skip
 
 
 @control.post("/weight_checker")

@@ -1,5 +1,6 @@
 """The training loop over several processes: the same rollouts, close gradients, checkpoints that outlive a worker."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -146,11 +147,12 @@ def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
 
 
+@pytest.mark.parametrize("engine", [{}, {"replicas": 2}, {"pipeline_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("through", ["process group", "directory"])
-def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through):
+def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through, engine):
     """Two FSDP ranks, one server."""
     sync_dir = str(tmp_path / "weights") if through == "directory" else None
-    with Serving(tiny) as server:
+    with Serving(tiny, engine) as server, contextlib.closing(server.llm):
         run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url, sync_dir=sync_dir)
         assert run.returncode == 0, run.stderr[-3000:]
         found = torch.load(tmp_path / "run" / "out.pt")

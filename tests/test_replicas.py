@@ -1,0 +1,445 @@
+"""Replicas behind a router, stages in processes: what dies, hangs or fails, and what the caller sees of it."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from samebits import LLM, SamplingParams
+from samebits.engine import WeightUpdateError
+from samebits.engine.distributed.worker import WorkerError
+from samebits.engine.transfer import TransferError
+from samebits.server import Client
+from samebits.trainer import exact_model, token_logprobs
+
+from models import make_checkpoint
+from serving import Serving, wait_for
+
+SMALL = {"kv_cache_memory_bytes": 2**20, "worker_timeout": 20.0}
+PROMPTS = [[5 + i, 7, 9, 11] * (3 + i) for i in range(12)]
+PARAMS = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
+
+
+def bits(outputs):
+    return [(c.token_ids, c.logprobs) for o in outputs for c in o.completions]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Two versions of a model's weights."""
+    folder = tmp_path_factory.mktemp("versions")
+    return [make_checkpoint(folder / str(seed), "llama", seed=seed, num_hidden_layers=4) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def expected(paths):
+    """What each version returns, from one engine."""
+    found = []
+    for path in paths:
+        found.append(bits(LLM(path, **SMALL).generate(PROMPTS, PARAMS, use_tqdm=False)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(paths):
+    """Two replicas, shared by the tests that leave them alive. Each test sets the version that it needs."""
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    yield llm
+    llm.close()
+
+
+def generate(llm):
+    return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def all_serve(llm) -> bool:
+    return llm.core.settled and len(llm.core.serving) == 2
+
+
+def workers_of(process) -> list:
+    import psutil
+
+    return psutil.Process(process.pid).children()
+
+
+def run_and(llm, action, after: int = 40):
+    """Generates; `action` is called when so many tokens have come."""
+    ids = [llm.add_request(p, PARAMS) for p in PROMPTS]
+    done, fired = {}, False
+    deadline = time.monotonic() + 90
+    while llm.has_unfinished_requests():
+        assert time.monotonic() < deadline, "hangs"
+        for out in llm.step():
+            done[out.request_id] = out
+        if not fired and sum(len(c.token_ids) for o in done.values() for c in o.completions) > after:
+            fired = True
+            action()
+    assert fired
+    return [done[i] for i in ids]
+
+
+def test_replicas_share_the_work_and_change_no_bit(pair, paths, expected):
+    pair.update_weights(paths[0])
+    before = [h.stats.generation_tokens for h in pair.core.handles]
+    outputs = generate(pair)
+    assert bits(outputs) == expected[0]
+    shares = [h.stats.generation_tokens - b for h, b in zip(pair.core.handles, before, strict=True)]
+    assert sum(shares) == len(PROMPTS) * 2 * 60 and min(shares) == max(shares), "not the least loaded got the request"
+    model = exact_model(paths[0])
+    for prompt, out in zip(PROMPTS, outputs, strict=True):
+        for c in out.completions:
+            scored = token_logprobs(model, [prompt + c.token_ids], PARAMS)[0][len(prompt) :].detach()
+            assert torch.equal(torch.tensor(c.logprobs), scored)
+
+
+def test_a_prompts_start_goes_where_it_is_known(pair):
+    long = [3 + i % 900 for i in range(200)]
+    short = SamplingParams(max_tokens=2, seed=0, ignore_eos=True)
+    first = pair.generate([long], short, use_tqdm=False)[0]
+    again = pair.generate([[*long[:150], 4]], short, use_tqdm=False)[0]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 128)
+    crowd = [[*long[:100], i] for i in range(40)]
+    pair.generate(crowd, short, use_tqdm=False)
+    assert all(h.stats.generation_tokens > 0 for h in pair.core.handles), "affinity went before the load"
+
+
+def test_streams_aborts_and_errors_behave_as_in_one_engine(pair, monkeypatch):
+    with pytest.raises(ValueError, match="out of range"):
+        pair.generate([[10**6]], PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.core, "room", 100)
+        with pytest.raises(ValueError, match="can't fit the KV cache of 100 tokens"):
+            pair.generate([[5] * 50], SamplingParams(n=1, max_tokens=60))
+    request = pair.add_request(PROMPTS[0], SamplingParams(max_tokens=10**4 // 50, seed=0, ignore_eos=True))
+    seen = 0
+    while seen < 5:
+        for out in pair.step():
+            count = len(out.completions[0].token_ids)
+            assert count > seen, "a report without news"
+            seen = count
+    assert pair.abort(request) and not pair.abort("nobody")
+    (last,) = pair.step()
+    assert last.completions[0].finish_reason == "abort" and len(last.completions[0].token_ids) >= seen
+    assert not pair.has_unfinished_requests()
+    wait_for(lambda: pair.core.settled and pair.stats().kv_blocks_used == 0)
+
+
+def test_prompt_scores_and_details_come_from_replicas_too(pair, paths):
+    pair.update_weights(paths[0])
+    params = SamplingParams(
+        n=2, max_tokens=8, seed=3, prompt_logprobs=2, logprobs=2, raw_logprobs=True, temperature=0.7
+    )
+    (ours,) = pair.generate([PROMPTS[3]], params, use_tqdm=False)
+    (theirs,) = LLM(paths[0], **SMALL).generate([PROMPTS[3]], params, use_tqdm=False)
+    for name in ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for a, b in zip(ours.completions, theirs.completions, strict=True):
+        assert (a.token_ids, a.logprobs, a.raw_logprobs, a.top_logprobs, a.ranks) == (
+            b.token_ids, b.logprobs, b.raw_logprobs, b.top_logprobs, b.ranks)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["module", "tensors", "directory"])
+def test_an_update_reaches_all_replicas(pair, paths, expected, source):
+    old, new = (paths[0], paths[1]) if source != "tensors" else (paths[1], paths[0])
+    pair.update_weights(old)
+    model = exact_model(new)
+    given = {"module": model, "tensors": model.state_dict().items(), "directory": new}[source]
+    version = pair.update_weights(given)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[paths.index(new)]
+    assert {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert pair.weight_checksums() == LLM(new, **SMALL).weight_checksums()
+
+
+def test_an_update_in_mid_flight_labels_each_token(pair, paths):
+    version = pair.update_weights(paths[0])
+    outputs = run_and(pair, lambda: pair.update_weights(paths[1]))
+    models = {version: exact_model(paths[0]), version + 1: exact_model(paths[1])}
+    both = 0
+    for prompt, out in zip(PROMPTS, outputs, strict=True):
+        for c in out.completions:
+            both += len(c.weight_versions) == 2
+            for span in c.weight_versions:
+                scored = token_logprobs(models[span.version], [prompt + c.token_ids], PARAMS)[0][len(prompt) :].detach()
+                assert c.logprobs[span.start : span.end] == scored[span.start : span.end].tolist()
+    assert both
+
+
+def broken(model, how):
+    state = dict(model.state_dict())
+    name = "model.layers.3.mlp.up_proj.weight"
+    if how == "missing":
+        del state[name]
+    elif how == "shape":
+        state[name] = state[name][:-1]
+    elif how == "nan":
+        state[name] = state[name].clone()
+        state[name][0, 0] = float("nan")
+    elif how == "unknown":
+        state["another"] = state[name]
+    return state.items()
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "nan", "unknown"])
+def test_a_bad_update_changes_no_replica(pair, paths, expected, how):
+    version = pair.update_weights(paths[0])
+    with pytest.raises((WeightUpdateError, TransferError)):
+        pair.update_weights(broken(exact_model(paths[1]), how))
+    assert pair.weight_version == version
+    assert bits(generate(pair)) == expected[0]
+    assert pair.update_weights(exact_model(paths[1])) == version + 1, "the next update goes through"
+    assert bits(generate(pair)) == expected[1]
+
+
+def test_sleep_and_wake_up_reach_all(pair, paths, expected):
+    pair.update_weights(paths[0])
+    assert pair.sleep(1) == pair.kv_cache_bytes and not pair.ready
+    with pytest.raises(RuntimeError, match="sleeps"):
+        pair.generate(PROMPTS[:1], PARAMS)
+    pair.wake_up()
+    assert pair.sleep(2) == pair.kv_cache_bytes + pair.weight_bytes
+    pair.wake_up()
+    assert bits(generate(pair)) == expected[0], "the checkpoint was read again"
+
+
+# --- what dies --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expected):
+    pair.update_weights(paths[0])
+    victim = pair.core.handles[0].peer.process.process
+    outputs = run_and(pair, lambda: os.kill(victim.pid, signal.SIGKILL))
+    assert bits(outputs) == expected[0]
+    wait_for(lambda: all_serve(pair), 60)
+    assert bits(generate(pair)) == expected[0]
+    assert pair.weight_checksums(), "the new replica's weights are the others'"
+
+
+def test_a_new_replica_gets_weights_that_only_others_have(pair, paths, expected):
+    version = pair.update_weights(exact_model(paths[1]))  # from a trainer: no directory to read
+    os.kill(pair.core.handles[1].peer.process.process.pid, signal.SIGKILL)
+    wait_for(lambda: not all_serve(pair))
+    assert bits(generate(pair)) == expected[1]
+    wait_for(lambda: all_serve(pair), 60)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[1]
+    assert {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert pair.core.handles[1].stats.generation_tokens > 0
+
+
+def test_a_replica_that_hangs_counts_as_dead(paths, expected):
+    llm = LLM(paths[0], replicas=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0)
+    try:
+        victim = llm.core.handles[1].peer.process.process
+        start = time.monotonic()
+        outputs = run_and(llm, lambda: os.kill(victim.pid, signal.SIGSTOP))
+        assert bits(outputs) == expected[0]
+        assert time.monotonic() - start < 30
+    finally:
+        llm.close()
+
+
+def test_a_request_that_kills_replicas_is_given_up(paths):
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    try:
+        request = llm.add_request(PROMPTS[0], SamplingParams(max_tokens=400, seed=0, ignore_eos=True))
+        owner, output = None, None
+        deadline = time.monotonic() + 90
+        while llm.has_unfinished_requests() and time.monotonic() < deadline:
+            output = ([output, *llm.step()])[-1]
+            now = next((h for h in llm.core.handles if request in h.requests), None)
+            if now is not None and (now, now.peer) != owner:
+                owner = now, now.peer
+                os.kill(now.peer.process.process.pid, signal.SIGKILL)
+        assert output.completions[0].finish_reason == "error" and "replicas died" in output.completions[0].stop_reason
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("phase", ["begin_update", "receive_update", "prepare_update"])
+def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(paths, expected, phase):
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    try:
+        llm.update_weights(exact_model(paths[0]))
+        peer = llm.core.handles[1].peer
+        call = peer.call
+
+        def dying(method, *args):
+            if method == phase:
+                os.kill(peer.process.process.pid, signal.SIGKILL)
+            return call(method, *args)
+
+        peer.call = dying
+        with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
+            llm.update_weights(exact_model(paths[1]))
+        assert llm.weight_version == 1
+        assert bits(generate(llm)) == expected[0]
+        wait_for(lambda: all_serve(llm), 60)
+        assert llm.update_weights(exact_model(paths[1])) == 2
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
+
+
+def test_a_replica_that_dies_at_the_commit_comes_back_with_the_new_version(paths, expected):
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    try:
+        peer = llm.core.handles[0].peer
+        call = peer.call
+
+        def dying(method, *args):
+            if method == "commit_update":
+                os.kill(peer.process.process.pid, signal.SIGKILL)
+                time.sleep(0.2)
+            return call(method, *args)
+
+        peer.call = dying
+        assert llm.update_weights(exact_model(paths[1])) == 1
+        assert bits(generate(llm)) == expected[1]
+        wait_for(lambda: all_serve(llm), 60)
+        outputs = generate(llm)
+        assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {1}
+        assert min(h.stats.generation_tokens for h in llm.core.handles) > 0
+    finally:
+        llm.close()
+
+
+def test_a_dead_stage_is_an_error_that_says_so(paths):
+    llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
+    pid = llm.core.pipeline.remote[0].process.process.pid
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"stage 1|the pipeline's last stage"):
+        run_and(llm, lambda: os.kill(pid, signal.SIGKILL))
+    assert time.monotonic() - start < 30
+    assert "stage" in llm.failure
+    with pytest.raises(WorkerError, match="make a new engine"):
+        llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
+    llm.close()
+
+
+def test_a_stage_that_hangs_is_an_error_in_time(paths):
+    llm = LLM(paths[0], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0)
+    pid = llm.core.pipeline.remote[0].process.process.pid
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="did not answer within"):
+        run_and(llm, lambda: os.kill(pid, signal.SIGSTOP))
+    assert time.monotonic() - start < 20
+    llm.close()
+
+
+def test_a_stage_of_a_replica_dies(paths, expected):
+    """The whole replica is started again; its requests go on elsewhere."""
+    llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
+    try:
+        (stage,) = workers_of(llm.core.handles[0].peer.process.process)
+        outputs = run_and(llm, stage.kill)
+        assert bits(outputs) == expected[0]
+        wait_for(lambda: all_serve(llm), 90)
+        llm.update_weights(exact_model(paths[1]))
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
+
+
+def test_workers_end_with_the_process_that_started_them(paths, tmp_path):
+    import subprocess
+    import sys
+
+    import psutil
+
+    program = f"""
+import time
+from samebits import LLM
+llm = LLM({str(paths[0])!r}, replicas=2, pipeline_parallel_size=2, kv_cache_memory_bytes=2**20)
+print("ready", flush=True)
+time.sleep(100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == 4
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, 10)
+    assert not alive
+
+
+# --- behind HTTP ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_of_replicas_hides_the_death_of_one(paths, expected):
+    with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
+        assert server.get("/get_world_size") == {"world_size": 2}
+        info = server.get("/server_info")
+        assert (info["dp_size"], info["pp_size"]) == (2, 1)
+        client.update_weights(exact_model(paths[1]))
+        victim = server.llm.core.handles[0].peer.process.process
+        threading.Timer(0.3, victim.kill).start()
+        found = [bits(client.generate(PROMPTS, PARAMS)) for _ in range(4)]
+        assert found == [expected[1]] * 4
+        wait_for(lambda: len(server.llm.core.serving) == 2, 60)  # without any request that asks for it
+        assert server.get("/health") == {"status": "ok"}
+        assert client.update_weights(exact_model(paths[0])) == 2, "the group is made again, with the new replica"
+        assert bits(client.generate(PROMPTS, PARAMS)) == expected[0]
+        server.idle()
+
+
+def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
+    with Serving(paths[0], llm={"pipeline_parallel_size": 2, **SMALL}) as server, Client(server.url) as client:
+        assert server.get("/get_world_size") == {"world_size": 2}
+        client.update_weights(exact_model(paths[1]))
+        assert bits(client.generate(PROMPTS, PARAMS)) == expected[1]
+        server.llm.core.pipeline.remote[0].process.kill()
+        body = {"prompt": [5, 6, 7], "max_tokens": 20}
+        codes = {server.post("/v1/completions", body).status_code for _ in range(2)}
+        assert codes <= {500, 503} and 503 in codes
+        health = server.http.get("/health")
+        assert health.status_code == 503 and "stage" in health.text
+    server.llm.close()
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 5}, "the model has 4 layers"),
+        ({"pipeline_parallel_size": 2, "stage_layers": (1, 2)}, "add up to 3; the model has 4"),
+        ({"pipeline_parallel_size": 2, "stage_layers": (4,)}, "each of the 2 stages"),
+        ({"backend": "threads"}, "choose one of mp, ray, inproc"),
+        ({"replicas": 0}, "must be positive"),
+        ({"replicas": 2, "backend": "inproc"}, "processes of their own"),
+        ({"batches_in_flight": 0}, "must be positive"),
+        ({"worker_timeout": 0}, "must be positive"),
+    ],
+)
+def test_settings_that_make_no_sense(paths, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(paths[0], **settings)
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 2}, {"pipeline_parallel_size": 2}])
+def test_what_fails_while_a_worker_starts_reaches_the_caller(paths, settings):
+    with pytest.raises(ValueError, match="less than one block"):
+        LLM(paths[0], kv_cache_memory_bytes=10, **settings)
+
+
+def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    with pytest.raises(WorkerError, match=r"no room for 3 stage"):
+        LLM(paths[0], replicas=2, pipeline_parallel_size=3, backend="ray", start_timeout=3.0, **SMALL)
+
+
+def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster):
+    llm = LLM(paths[0], replicas=2, backend="ray", **SMALL)
+    try:
+        outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
+        assert bits(outputs) == expected[0]
+        llm.update_weights(exact_model(paths[1]))
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
