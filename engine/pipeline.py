@@ -247,7 +247,7 @@ class Pipeline:
                 device = config.device or "cpu"
                 self.placement = placement or ray_backend.place(distant, threads, device, config.start_timeout)
                 where = self.placement, 0 if placement is None else 1
-            self.remote = launch(names, config.backend, config.start_timeout, threads, config.device or "cpu", where)
+            self.remote = launch(names, config, threads, where)
         try:
             made = [
                 peer.call("make", Stage, str(path), config, layers[rank], rank, count)

@@ -100,9 +100,9 @@ class Client:
         """Sends all weights over a process group and returns the version that is then in force.
 
         source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
-        server reaches this process; by default the interface that leads to the server. The first call makes the group;
-        a failure closes it, or a replica of the server that was restarted, and the next makes another. Raises ServerError, TransferError or NumericsError; the server
-        then serves the old weights on.
+        server reaches this process; by default the interface that leads to the server. The first call makes the group.
+        After a failure, or when the server has started a replica again, the next makes another. Raises ServerError,
+        TransferError or NumericsError; the server then serves the old weights on.
         """
         if isinstance(source, nn.Module):
             check_contract(source, self.contract)

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -60,8 +63,6 @@ def all_serve(llm) -> bool:
 
 
 def workers_of(process) -> list:
-    import psutil
-
     return psutil.Process(process.pid).children()
 
 
@@ -344,12 +345,40 @@ def test_a_stage_of_a_replica_dies(paths, expected):
         llm.close()
 
 
+CUT_OFF = """
+import subprocess, sys, time, psutil
+from samebits import LLM, SamplingParams
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+llm = LLM(sys.argv[1], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=4.0)
+llm.add_request([5, 7, 9], SamplingParams(max_tokens=400, seed=0, ignore_eos=True))
+for _ in range(10):
+    llm.step()
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+start = time.monotonic()
+try:
+    while True:
+        llm.step()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", time.monotonic() - start, sep="\\n")
+_, alive = psutil.wait_procs(psutil.Process().children(), 30)
+print(len(alive), flush=True)
+"""
+
+
+def test_a_network_that_drops_everything_between_stages(paths):
+    """In a network namespace of its own, whose one link goes down in mid-flight."""
+    if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
+        pytest.skip("needs the right to make network namespaces")
+    command = ["unshare", "-n", sys.executable, "-c", CUT_OFF, str(paths[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    error, seconds, alive = done.stdout.splitlines()
+    assert "WorkerError" in error and ("within" in error or "died" in error)
+    assert float(seconds) < 12, "the stated timeout, for each of the two batches under way, and a little"
+    assert alive == "0", "the stage waits for a driver that it can't reach"
+
+
 def test_workers_end_with_the_process_that_started_them(paths, tmp_path):
-    import subprocess
-    import sys
-
-    import psutil
-
     program = f"""
 import time
 from samebits import LLM

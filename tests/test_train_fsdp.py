@@ -147,8 +147,16 @@ def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
 
 
-@pytest.mark.parametrize("engine", [{}, {"replicas": 2}, {"pipeline_parallel_size": 2}], ids=str)
-@pytest.mark.parametrize("through", ["process group", "directory"])
+@pytest.mark.parametrize(
+    ("through", "engine"),
+    [
+        ("process group", {}),
+        ("directory", {}),
+        ("process group", {"replicas": 2}),
+        ("directory", {"replicas": 2, "pipeline_parallel_size": 2}),
+    ],
+    ids=str,
+)
 def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through, engine):
     """Two FSDP ranks, one server."""
     sync_dir = str(tmp_path / "weights") if through == "directory" else None

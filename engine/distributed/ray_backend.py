@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from ..config import EngineConfig
 from .worker import Process, WorkerError, work
 
 
@@ -61,11 +64,9 @@ def own_placement() -> Any:
 class Actor:
     """What runs in Ray's process."""
 
-    def work(self, host: str, port: int, key: str, index: int, threads: int) -> None:
-        import torch
-
+    def work(self, threads: int, *connection) -> None:
         torch.set_num_threads(threads)
-        work(host, port, key, index)
+        work(*connection)
 
 
 class _Handle:
@@ -80,17 +81,17 @@ class _Handle:
 
 
 def start(
-    count: int, where: tuple[str, int], key: str, threads: int, device: str, placement: tuple[Any, int]
+    count: int, where: tuple[str, int, str], config: EngineConfig, threads: int, placement: tuple[Any, int]
 ) -> Sequence[Process]:
-    """placement: a group from `place`, and the bundle of the first worker."""
+    """where: host, port and key of the connection. placement: a group from `place`, and the first worker's bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, first = placement
     remote = ray().remote(Actor)
+    gpus = 1 if (config.device or "cpu").startswith("cuda") else 0
     handles = []
     for index in range(count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first + index)
-        gpus = 1 if device.startswith("cuda") else 0
         actor = remote.options(scheduling_strategy=strategy, num_cpus=threads, num_gpus=gpus).remote()
-        handles.append(_Handle(actor, actor.work.remote(*where, key, index, threads)))
+        handles.append(_Handle(actor, actor.work.remote(threads, *where, index, config.worker_timeout)))
     return handles

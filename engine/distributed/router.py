@@ -137,8 +137,8 @@ class Router:
                         config.pipeline_parallel_size, self.threads, config.device or "cpu", config.start_timeout
                     )
                 where = handle.placement, 0
-            limit, device = config.start_timeout, config.device or "cpu"
-            (peer,) = launch([handle.name], config.backend, limit, self.threads, device, where)
+            limit = config.start_timeout
+            (peer,) = launch([handle.name], config, self.threads, where)
             handle.peer = peer
             peer.on_event = lambda event: self._events.put((handle, "progress", event))
             peer.on_lost = lambda: self._events.put((handle, "lost", peer))

@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..config import EngineConfig
+
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("inproc", "mp", "ray")
@@ -162,14 +164,13 @@ def results(calls: Sequence[tuple[str, Future]], timeout: float | None) -> list[
 # --- starting them ----------------------------------------------------------------------------------------------------
 
 
-def launch(
-    names: Sequence[str], backend: str, timeout: float, threads: int, device: str = "cpu", placement: Any = None
-) -> list[Peer]:
+def launch(names: Sequence[str], config: EngineConfig, threads: int, placement: Any = None) -> list[Peer]:
     """Starts a worker for each name and waits until all have connected.
 
     threads: CPU threads of each. placement: where Ray is to put them (see `ray_backend`). WorkerError when one ends
-    before that, or after `timeout` seconds; the others are then ended.
+    before that, or after config.start_timeout seconds; the others are then ended.
     """
+    backend, timeout, silence = config.backend, config.start_timeout, config.worker_timeout
     from . import ray_backend
 
     key = secrets.token_hex(32)
@@ -181,9 +182,9 @@ def launch(
         deadline = time.monotonic() + timeout
         try:
             if backend == "ray":
-                processes += ray_backend.start(len(names), where, key, threads, device, placement)
+                processes += ray_backend.start(len(names), (*where, key), config, threads, placement)
             else:
-                processes += [_Child(where, key, index, threads) for index in range(len(names))]
+                processes += [_Child(where, key, index, threads, silence) for index in range(len(names))]
             while len(connections) < len(names):
                 server.settimeout(0.2)
                 try:
@@ -191,7 +192,7 @@ def launch(
                 except TimeoutError:
                     _check_starting(names, processes, connections, deadline, timeout)
                     continue
-                if (found := _authenticated(accepted, key, timeout)) is not None:
+                if (found := _authenticated(accepted, key, silence)) is not None:
                     connections[found[0]] = found[1]
         except BaseException:
             for process in processes:
@@ -209,10 +210,10 @@ def _check_starting(names, processes: Sequence[Process], connections, deadline: 
         raise WorkerError(f"{', '.join(late)} did not start within {timeout:g} s")
 
 
-def _authenticated(accepted: socket.socket, key: str, timeout: float) -> tuple[int, mpc.Connection] | None:
+def _authenticated(accepted: socket.socket, key: str, silence: float) -> tuple[int, mpc.Connection] | None:
     """The worker's index and connection; None for a stranger."""
     accepted.settimeout(None)
-    _keep_alive(accepted, timeout)
+    _keep_alive(accepted, silence)
     connection = mpc.Connection(accepted.detach())
     try:
         mpc.deliver_challenge(connection, key.encode())  # type: ignore[attr-defined]
@@ -223,23 +224,23 @@ def _authenticated(accepted: socket.socket, key: str, timeout: float) -> tuple[i
         return None
 
 
-def _keep_alive(s: socket.socket, timeout: float) -> None:
-    """A network that drops everything is noticed, on both sides, also when nothing is sent."""
+def _keep_alive(s: socket.socket, silence: float) -> None:
+    """A network that drops everything for so many seconds is noticed, on both sides, also when nothing is sent."""
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
-        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(timeout / 2)))
-        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(timeout / 8)))
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 2)))
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence / 8)))
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout * 1000))
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
 
 
 class _Child:
     """A worker as a child process; it ends with the pipe to it, so also when this process is killed."""
 
-    def __init__(self, where: tuple[str, int], key: str, index: int, threads: int):
+    def __init__(self, where: tuple[str, int], key: str, index: int, threads: int, silence: float):
         program = f"from {__name__} import main; main()"
-        command = [sys.executable, "-c", program, where[0], str(where[1]), str(index)]
+        command = [sys.executable, "-c", program, where[0], *map(str, (where[1], index, silence))]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
@@ -266,7 +267,7 @@ def default_threads(workers: int) -> int:
 # --- the worker's side ------------------------------------------------------------------------------------------------
 
 
-def work(host: str, port: int, key: str, index: int, timeout: float = 60.0) -> None:
+def work(host: str, port: int, key: str, index: int, silence: float) -> None:
     """Serves calls to one object, made by the first of them: ("make", class, *arguments).
 
     Its methods run in this thread, those in its BACKGROUND in a thread each. An object with a `tick` method gets the
@@ -274,7 +275,7 @@ def work(host: str, port: int, key: str, index: int, timeout: float = 60.0) -> N
     """
     connection = mpc.Client((host, port), authkey=key.encode())
     with socket.socket(fileno=os.dup(connection.fileno())) as s:
-        _keep_alive(s, timeout)
+        _keep_alive(s, silence)
     connection.send(index)
     sending = threading.Lock()
     calls: SimpleQueue = SimpleQueue()
@@ -339,9 +340,10 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """A child process: host, port and index as arguments; the key comes over standard input, which it ends with."""
+    """A child process: `work`'s arguments are its own, but for the key, which comes over standard input; the process
+    ends with that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     secret = sys.stdin.buffer.readline().decode().strip()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    work(sys.argv[1], int(sys.argv[2]), secret, int(sys.argv[3]))
+    work(sys.argv[1], int(sys.argv[2]), secret, int(sys.argv[3]), float(sys.argv[4]))
