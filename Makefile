@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine trainer correction integrations server
 
-.PHONY: help setup demo test test-slow test-server bench-server lint bench loc clean
+.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
+	@echo "make bench-scale  stages and replicas on this machine, on child processes and on Ray"
 	@echo "make loc        code lines per package"
 	@echo "make clean      removes the virtual environment and caches in this folder"
 
@@ -48,6 +49,9 @@ bench: setup
 
 bench-server: setup
 	$(BIN)/python benchmarks/serve.py --peers $(PEERS)
+
+bench-scale: setup
+	$(BIN)/python benchmarks/scale.py
 
 loc: setup
 	$(BIN)/python benchmarks/loc.py

@@ -137,6 +137,14 @@ def draw(found: dict, file: pathlib.Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def overhead_seconds(model: str) -> float:
+    """What the driver does for a step beside the model: schedule, plan, take the tokens."""
+    llm = LLM(model, kv_cache_memory_bytes=2**29, skip_tokenizer_init=True)
+    llm.generate([[5, 6, 7]] * 32, SamplingParams(max_tokens=64, ignore_eos=True), use_tqdm=False)
+    (steps,) = llm.core.members().all("take_trace")
+    return (llm.stats().step_seconds - sum(b - a for a, b in steps)) / len(steps)
+
+
 def profile(model: str) -> dict:
     """Times of one layer and of the head by tokens and context, fitted by least squares; one thread."""
     torch.set_num_threads(1)
@@ -158,7 +166,7 @@ def profile(model: str) -> dict:
         "layers": count,
         "layer_seconds": {"base": max(base, 0.0), "per_token": token, "per_context_token": max(key, 0.0)},
         "head_seconds": {"base": max(head[0], 0.0), "per_row": head[1]},
-        "overhead_seconds": 0.004,
+        "overhead_seconds": overhead_seconds(model),
         "hidden_bytes_per_token": 4 * config.hidden_size,
         "weight_bytes": sum(p.nbytes for p in exact_model(path).parameters()),
         "kv_bytes_per_token_layer": 2 * 4 * config.num_key_value_heads * head_dim,

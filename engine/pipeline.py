@@ -40,6 +40,7 @@ from .weights import WeightLoader, WeightTable, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
+TRACE = 10_000  # steps
 BALANCE_CONTEXT = 256  # tokens of each sequence when `balance` takes the time
 
 
@@ -76,7 +77,7 @@ class Stage:
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         self.runner: ModelRunner
         self._link: _Link | None = None
-        self.trace: list[tuple[float, float]] = []  # start and end of each step, on the machine's clock
+        self.trace: deque[tuple[float, float]] = deque(maxlen=TRACE)  # start and end of a step, on the machine's clock
 
     def describe(self, num_seqs_blocks: int) -> StageInfo:
         """num_seqs_blocks: more KV blocks than this are of no use."""
@@ -126,7 +127,9 @@ class Stage:
         return out
 
     def take_trace(self) -> list[tuple[float, float]]:
-        trace, self.trace = self.trace, []
+        """Start and end of the last steps, seconds since the epoch; forgets them."""
+        trace = list(self.trace)
+        self.trace.clear()
         return trace
 
     # --- weights ----------------------------------------------------------------------------------------------------
