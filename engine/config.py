@@ -11,7 +11,7 @@ class EngineConfig:
     max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute, the chunk size
     (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
     kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
-    divided among those on this machine, or less if less can be used.
+    divided among this machine's workers (backend "mp"), or less if less can be used.
     enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
     linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
 
@@ -56,6 +56,10 @@ class EngineConfig:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
         if self.backend not in (backends := ("mp", "ray", "inproc")):
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
+        if self.pipeline_parallel_size == 1 and (self.balance or self.stage_layers is not None):
+            raise ValueError("balance and stage_layers cut a model into stages: set pipeline_parallel_size")
+        if self.backend == "ray" and self.num_workers == 1:
+            raise ValueError("backend 'ray' places stages and replicas: set pipeline_parallel_size or replicas")
         if self.backend == "inproc" and self.replicas > 1:
             raise ValueError("replicas need processes of their own: backend 'mp' or 'ray'")
         for name in ("worker_timeout", "start_timeout"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import pathlib
@@ -56,6 +57,9 @@ class EngineCore:
         self.scheduler = Scheduler(blocks, *limits)
         self.requests: dict[str, Request] = {}
         self.failure: str | None = None
+        self.paused = False  # heeded by who steps the engine
+        for peer in self.pipeline.remote:
+            peer.on_lost = functools.partial(self._lose, peer.name)
         self._progressed: dict[str, Request] = {}
         self._flights: deque[list[Draw]] = deque()
         self._next_seq_id = 0
@@ -76,6 +80,12 @@ class EngineCore:
     def world_size(self) -> int:
         """Ranks that the engine takes in a weight group."""
         return self.config.pipeline_parallel_size
+
+    def _lose(self, name: str) -> None:
+        self.failure = self.failure or f"{name} died"
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -141,8 +151,9 @@ class EngineCore:
         plan, draws = self.planner.plan(batch, self.scheduler.block_copies)
         try:
             self.pipeline.submit(plan)
-        except WorkerError as error:
-            self.failure = str(error)
+        except BaseException as error:
+            if self.pipeline.remote:  # other stages have the plan, and would pair it with the next one's hidden states
+                self.failure = f"{type(error).__name__}: {error}"
             raise
         self.scheduler.block_copies.clear()
         self.scheduler.advance(batch)
@@ -184,7 +195,7 @@ class EngineCore:
             request.prompt_scores.append(token)
             return
         if problem is None:
-            sample.append(token, self.weight_version)
+            sample.append(token, self.weight_version, draw.stale_kv)
             self._generation_tokens += 1
             try:
                 request.check_stop(sample, self.tokenizer)
@@ -216,7 +227,7 @@ class EngineCore:
                 self.pipeline.first.loader.switch(update)
             else:
                 try:
-                    self.pipeline.stages.all("commit_update", timeout=self.config.worker_timeout)
+                    self.pipeline.stages.all("commit_update")
                 except Exception as error:  # half of the stages have new weights
                     self.failure = f"{type(error).__name__}: {error}"
                     raise
@@ -226,6 +237,11 @@ class EngineCore:
             for request in self.requests.values():
                 if request.partly_scored:
                     request.prompt_scores, request.num_scores_due = [], 0
+
+    def adopt(self, version: int, path: pathlib.Path | None) -> None:
+        """Names the weights that are to come, while there are none."""
+        self.weight_version, self._weights_path = version, path
+        self.reset_prefix_cache()
 
     settled = True  # nothing has to come up before an update can begin
 
@@ -242,7 +258,7 @@ class EngineCore:
 
     def weight_checksums(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for hashes in self.pipeline.stages.all("checksums"):
+        for hashes in self.pipeline.stages.all("checksums", timeout=self.config.start_timeout):
             found |= hashes
         return found
 
@@ -271,8 +287,10 @@ class EngineCore:
 
     def wake_up(self, tags: Sequence[str]) -> None:
         if "weights" in tags and not self.has_weights and self._weights_path is not None:
-            for method, *args in (("begin_update",), ("load_update", str(self._weights_path)), ("commit_update",)):
-                self.pipeline.stages.all(method, *args)
+            stages, limit = self.pipeline.stages, self.config.start_timeout
+            stages.all("begin_update")
+            stages.all("load_update", str(self._weights_path), timeout=limit)
+            stages.all("commit_update")
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:
             self.pipeline.stages.all("take_kv_cache")

@@ -33,6 +33,7 @@ class LLM:
         self.config = EngineConfig(**settings)
         self.path = resolve(model)
         self.model_config = load_config(self.path)
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         core = Router if self.config.replicas > 1 else EngineCore
         self.core: EngineCore | Router = core(self.path, self.config)
         self.contract = self.core.contract
@@ -40,7 +41,6 @@ class LLM:
         self.max_model_len = self.core.max_model_len
         self._undelivered: dict[str, Request] = {}  # progressed since `step` last reported them
         self._next_request_id = 0
-        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         self.core.tokenizer = self.tokenizer
         self.processor = self.input_processor(self.tokenizer)
 
@@ -328,6 +328,12 @@ class LLM:
     def close(self) -> None:
         """Ends the processes of stages and replicas, which would otherwise end with this one."""
         self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
 
 
 def _check_tags(tags: Sequence[str]) -> None:

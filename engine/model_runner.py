@@ -36,6 +36,7 @@ class Draw:
     sample: Sample
     row: int
     target: int = -1
+    stale_kv: bool = False
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Planner:
                     draws.append(Draw(seq, len(rows), seq.token_ids[position + 1]))
                     rows.append(first + position - start)
             if seq.samples_now:
-                draws += [Draw(s, len(rows)) for s in (seq, *seq.siblings)]  # type: ignore[arg-type]
+                draws += [Draw(s, len(rows), -1, seq.stale_kv) for s in (seq, *seq.siblings)]  # type: ignore[arg-type]
                 rows.append(first + count - 1)
             first += count
         return draws, rows

@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -106,24 +106,16 @@ class Stage:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def run(self, plan: Plan) -> list[SampledToken] | None:
-        """One step; tokens, from the last stage."""
-        hidden = None
+    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | list[SampledToken] | None:
+        """One step: tokens, from the last stage. Hidden states come and go over the link, where there is one."""
         if self._link is not None and self.rank > 0:
             hidden = self._link.receive(len(plan.token_ids))
         begin = time.time()
         out = self.runner.run(plan, hidden)
         self.trace.append((begin, time.time()))
-        if self._link is None or not isinstance(out, Tensor):
-            return out  # type: ignore[return-value]
-        self._link.send(out)
-        return None
-
-    def run_locally(self, plan: Plan, hidden: Tensor | None) -> Tensor | list[SampledToken]:
-        """The same, where the stages are in one process."""
-        begin = time.time()
-        out = self.runner.run(plan, hidden)
-        self.trace.append((begin, time.time()))
+        if self._link is not None and isinstance(out, Tensor):
+            self._link.send(out)
+            return None
         return out
 
     def take_trace(self) -> list[tuple[float, float]]:
@@ -261,8 +253,11 @@ class Pipeline:
             results([(p.name, f) for p, f in zip(self.remote, made, strict=True)], config.start_timeout)
             host = ray_backend.node_address() if distant and config.backend == "ray" else "127.0.0.1"
             peers: list[Peer | LocalPeer] = [*(LocalPeer(f"stage {s.rank}", s) for s in self.local), *self.remote]
-            self.stages = FanOut(peers, 1, host, config.worker_timeout)
+            self.stages = FanOut(peers, 1, host, config.worker_timeout, config.start_timeout)
             infos: list[StageInfo] = self.stages.all("describe", num_seqs_blocks)
+            for info in infos[1:]:
+                if infos[0].contract is not None and info.contract is not None:
+                    infos[0].contract.check(info.contract)
             self.num_blocks = min(i.capacity for i in infos)
             self.stages.all("start", self.num_blocks, timeout=config.start_timeout)
             if distant:
@@ -276,7 +271,8 @@ class Pipeline:
         self.table = WeightTable.joined(i.table for i in infos)
         self.weight_bytes = sum(i.weight_bytes for i in infos)
         self.kv_cache_bytes = self.num_blocks * sum(i.block_bytes for i in infos)
-        self._flights: deque[Future] = deque()
+        self.stage_kv_bytes = self.num_blocks * max(i.block_bytes for i in infos)
+        self._flights: deque[list[tuple[str, Future]]] = deque()
 
     def each(self, method: str, arguments: Sequence[tuple]) -> None:
         """Calls a method of every stage with arguments of its own."""
@@ -292,22 +288,26 @@ class Pipeline:
 
     def submit(self, plan: Plan) -> None:
         """Starts a step; the driver's own stage has computed it when this returns."""
-        result: Future = Future()
+        calls: list[tuple[str, Future]] = [("this process", Future())]
         if self.remote:
-            calls = [peer.call("run", plan) for peer in self.remote]
+            calls = [(peer.name, peer.call("run", plan)) for peer in self.remote]
             self.first.run(plan)
-            result = calls[-1]
         else:
             out: Any = None
             for stage in self.local:
-                out = stage.run_locally(plan, out)
-            result.set_result(out)
-        self._flights.append(result)
+                out = stage.run(plan, out)
+            calls[0][1].set_result(out)
+        self._flights.append(calls)
 
     def collect(self) -> list[SampledToken]:
         """The tokens of the oldest step under way."""
         limit = self.config.worker_timeout * max(1, len(self._flights))
-        return results([("the pipeline's last stage", self._flights.popleft())], limit)[0]
+        calls = self._flights.popleft()
+        done, _ = wait([future for _, future in calls], limit, FIRST_EXCEPTION)
+        for _, future in calls:
+            if future in done:
+                future.result()
+        return results(calls, limit if len(done) == len(calls) else 0)[-1]
 
     def close(self) -> None:
         """Ends the processes of other stages."""

@@ -41,10 +41,10 @@ class Sample(Sequence):
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
 
-    def append(self, token: SampledToken, version: int) -> None:
+    def append(self, token: SampledToken, version: int, stale_kv: bool) -> None:
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
-        self.versions.append((version, self.stale_kv))
+        self.versions.append((version, stale_kv))
 
     @property
     def news(self) -> bool:
@@ -69,6 +69,7 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     prompt_scores: list[SampledToken] = field(default_factory=list)
     num_scores_due: int = 0  # prompt scores that are there or under way
+    serial: int = 0  # of its assignment to a replica
 
     @property
     def finished(self) -> bool:

@@ -195,11 +195,13 @@ class WeightUpdate:
                 for name, tensor in tensors:
                     self._add(name, tensor)
             return
+        path = None
         if isinstance(source, str | os.PathLike):
-            self.path = pathlib.Path(source)
-            source = self._from_directory(self.path)
+            path = pathlib.Path(source)
+            source = self._from_directory(path)
         for name, tensor in source:
             self._add(name, tensor)
+        self.path = path
 
     def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
         """Loads tensors that rank 0 of a weight group broadcasts now."""

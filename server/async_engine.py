@@ -126,21 +126,23 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_commands(wait=not self._has_work())
-            if self._stopping:
-                return
-            working = self._has_work()  # a command may have paused it, or put it to sleep
-            begin = time.perf_counter()
             try:
-                outputs = self.llm.step() if working else self.llm.take_outputs()
+                self._turn()
             except Exception as error:
                 logger.exception("the engine failed in a step; its requests fail with it")
                 self._fail_all(error)
-                continue
-            if working and self.llm.config.replicas == 1:  # replicas step by themselves
-                self.on_step(time.perf_counter() - begin)
-            if outputs:
-                self.loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _turn(self) -> None:
+        self._take_commands(wait=not self._has_work())
+        if self._stopping:
+            return
+        working = self._has_work()  # a command may have paused it, or put it to sleep
+        begin = time.perf_counter()
+        outputs = self.llm.step() if working else self.llm.take_outputs()
+        if working and self.llm.config.replicas == 1:  # replicas step by themselves
+            self.on_step(time.perf_counter() - begin)
+        if outputs:
+            self.loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _has_work(self) -> bool:
         unfinished = self.llm.has_unfinished_requests()
@@ -158,11 +160,14 @@ class AsyncEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
-        for request_id in list(self.llm.unfinished_request_ids):
-            self.llm.abort(request_id)
-        if self.llm.failure is None:
-            self.llm.reset_prefix_cache()
-        self.llm.take_outputs()
+        try:
+            for request_id in list(self.llm.unfinished_request_ids):
+                self.llm.abort(request_id)
+            if self.llm.failure is None:
+                self.llm.reset_prefix_cache()
+            self.llm.take_outputs()
+        except Exception:  # the thread must live
+            logger.exception("the engine could not be cleared")
         self.loop.call_soon_threadsafe(self._deliver_failure, error)
 
     def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
@@ -296,13 +301,15 @@ class AsyncEngine:
             await self._idle.wait()
         self.paused.set()
         self.pause_mode = mode
-        await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True) if mode == "retract" else None)
+        await self.call(lambda llm: llm.core.pause(True))
+        if mode == "retract":
+            await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
 
     async def resume(self) -> None:
         self.pause_mode = None
         self.refusal = "the server is shutting down" if self.draining else None
         self.paused.clear()
-        await self.call(lambda llm: None)
+        await self.call(lambda llm: llm.core.pause(False))
 
     async def drain(self, deadline: float) -> None:
         """Takes no more requests; lets the rest finish for `deadline` seconds, then aborts it."""

@@ -123,7 +123,7 @@ class Client:
         address: str | None = None,
     ) -> int | str:
         """As `update_weights`, for tensors that are made one after another."""
-        if self._group is None or not self._group.usable or not self.get("/weight_info")["weight_groups"]:
+        if self._group is None or not self._group.usable or DEFAULT_NAME not in self._groups():
             self._group = self._join(address or self._own_address())
         body = {
             "names": [s.name for s in specs],
@@ -136,6 +136,9 @@ class Client:
             self._group.send(tensors, specs, BUCKET_BYTES)
         reply.result()
         return self.weight_version
+
+    def _groups(self) -> list[str]:
+        return self.get("/weight_info")["weight_groups"]
 
     def _own_address(self) -> str:
         url = self._http.base_url

@@ -150,7 +150,7 @@ class WeightUpdates:
         """Joins a weight group; one of that name from before is left."""
         async with self._exclusively():
             self._forget()
-            self._leave(name)
+            await in_daemon_thread(self._leave, name)
             where = name, address, port, rank, world_size, backend, self.timeout
             await self._settled()
             members = await self.engine.call(lambda llm: llm.core.members())
@@ -161,16 +161,16 @@ class WeightUpdates:
         """Leaves a group; True if there was one."""
         async with self._exclusively():
             self._forget()
-            return self._leave(name)
+            return await in_daemon_thread(self._leave, name)
 
     def _leave(self, name: str) -> bool:
         self.groups.discard(name)
         return self.engine.llm.leave_weight_group(name)
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Leaves all groups, if that takes no time."""
         for name in list(self.groups):
-            self._leave(name)
+            threading.Thread(target=self._leave, args=(name,), daemon=True).start()
 
     @contextlib.asynccontextmanager
     async def _exclusively(self):

@@ -127,6 +127,28 @@ def test_old_kv_that_is_kept_is_marked_not_shared_and_forgotten_by_a_preemption(
         assert not torch.equal(scored[5:45], torch.tensor(c.logprobs[5:45]))
 
 
+def test_a_token_of_old_kv_keeps_its_mark_when_its_sequence_is_preempted_meanwhile(checkpoint, tmp_path):
+    """Two batches under way: the token comes after the KV that gave it is gone."""
+    pipeline = {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": 2}
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22, **pipeline)
+    new = exact_model(make_checkpoint(tmp_path / "new", "llama", seed=5))
+    llm.add_request([7] * 40, SamplingParams(n=2, max_tokens=20, seed=1, ignore_eos=True))
+    for _ in range(4):
+        llm.step()
+    llm.update_weights(new, recompute_running=False)
+    llm.step()
+    late = [s for s in llm.scheduler.running if s.awaits_token]
+    assert late and all(s.stale_kv for s in late)
+    number = late[0].num_completion_tokens
+    llm.scheduler._preempt(late[0])
+    while llm.has_unfinished_requests():
+        (out,) = llm.step()
+    spans = out.completions[late[0].sample_index].weight_versions
+    assert next(s for s in spans if s.start <= number < s.end).stale_kv and not spans[-1].stale_kv
+    scored = token_logprobs(new, [[7] * 40 + out.completions[late[0].sample_index].token_ids])[0][40:]
+    assert torch.equal(scored[number + 1 :], torch.tensor(out.completions[late[0].sample_index].logprobs[number + 1 :]))
+
+
 def test_a_prompt_half_scored_is_scored_anew_even_where_old_kv_is_kept(checkpoint, tmp_path):
     llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22, max_num_batched_tokens=16)
     new, prompt = exact_model(make_checkpoint(tmp_path / "new", "llama", seed=5)), list(range(3, 63))

@@ -1,7 +1,9 @@
 """Replicas behind a router, stages in processes: what dies, hangs or fails, and what the caller sees of it."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,13 +15,14 @@ import torch
 
 from samebits import LLM, SamplingParams
 from samebits.engine import WeightUpdateError
+from samebits.engine.distributed import worker
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
 from samebits.server import Client
 from samebits.trainer import exact_model, token_logprobs
 
 from models import make_checkpoint
-from serving import Serving, wait_for
+from serving import Serving, in_background, wait_for
 
 SMALL = {"kv_cache_memory_bytes": 2**20, "worker_timeout": 20.0}
 PROMPTS = [[5 + i, 7, 9, 11] * (3 + i) for i in range(12)]
@@ -246,12 +249,12 @@ def test_a_replica_that_hangs_counts_as_dead(paths, expected):
 def test_a_request_that_kills_replicas_is_given_up(paths):
     llm = LLM(paths[0], replicas=2, **SMALL)
     try:
-        request = llm.add_request(PROMPTS[0], SamplingParams(max_tokens=400, seed=0, ignore_eos=True))
+        request = llm.add_request(PROMPTS[0], SamplingParams(n=32, max_tokens=450, seed=0, ignore_eos=True))
         owner, output = None, None
         deadline = time.monotonic() + 90
         while llm.has_unfinished_requests() and time.monotonic() < deadline:
             output = ([output, *llm.step()])[-1]
-            now = next((h for h in llm.core.handles if request in h.requests), None)
+            now = next((h for h in llm.core.handles if h.requests), None)
             if now is not None and (now, now.peer) != owner:
                 owner = now, now.peer
                 os.kill(now.peer.process.process.pid, signal.SIGKILL)
@@ -396,6 +399,118 @@ time.sleep(100)
     assert not alive
 
 
+def test_a_stage_that_dies_in_idleness_ends_its_replica(paths, expected):
+    """Or every update would fail for ever."""
+    llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
+    try:
+        (stage,) = workers_of(llm.core.handles[1].peer.process.process)
+        stage.kill()
+        wait_for(lambda: not all_serve(llm))
+        assert llm.update_weights(exact_model(paths[1])) == 1
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("source", ["directory", "module"])
+def test_a_replica_that_comes_back_while_all_sleep_wakes_up_with_the_version_in_force(paths, expected, source):
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    try:
+        new = paths[1] if source == "directory" else exact_model(paths[1])
+        llm.update_weights(new)
+        llm.sleep(2)
+        os.kill(llm.core.handles[1].peer.process.process.pid, signal.SIGKILL)
+        wait_for(lambda: not all_serve(llm))
+        wait_for(lambda: all_serve(llm), 60)
+        llm.wake_up()
+        if source == "module":  # gone with the sleep, on all replicas: none may fall back to the first checkpoint
+            assert not llm.ready
+            with pytest.raises(RuntimeError, match="sleeps"):
+                generate(llm)
+            llm.update_weights(new)
+        assert bits(generate(llm)) == expected[1]
+        assert llm.weight_checksums()
+    finally:
+        llm.close()
+
+
+def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(paths, tmp_path, expected):
+    """A trainer that writes each version over the last."""
+    latest = tmp_path / "latest"
+    shutil.copytree(paths[1], latest)
+    llm = LLM(paths[0], replicas=2, **SMALL)
+    try:
+        llm.update_weights(latest)
+        shutil.copy(paths[0] / "model.safetensors", latest)
+        os.kill(llm.core.handles[0].peer.process.process.pid, signal.SIGKILL)
+        wait_for(lambda: not all_serve(llm))
+        wait_for(lambda: all_serve(llm), 60)
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
+
+
+def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expected):
+    pair.update_weights(paths[0])
+    os.kill(pair.core.handles[1].peer.process.process.pid, signal.SIGKILL)
+    assert pair.sleep(1) > 0 and not pair.ready
+    pair.wake_up()
+    assert bits(generate(pair)) == expected[0]
+    wait_for(lambda: all_serve(pair), 60)
+    assert bits(generate(pair)) == expected[0]
+
+
+def test_an_id_can_be_used_again_after_an_abort(pair, paths, expected):
+    pair.update_weights(paths[0])
+    for steps in (0, 3, 10):
+        pair.add_request(PROMPTS[1], PARAMS, "again")
+        for _ in range(steps):
+            pair.step()
+        pair.abort("again")
+        pair.take_outputs()
+        pair.add_request(PROMPTS[0], PARAMS, "again")
+        reports = []
+        while pair.has_unfinished_requests():
+            reports += pair.step()
+        assert bits(reports[-1:]) == expected[0][:2]
+
+
+def test_an_error_in_the_first_stage_breaks_the_pipeline(paths, monkeypatch):
+    """The second stage has the plan: it must not meet the next step's hidden states."""
+    llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
+
+    def fail(*args):
+        raise MemoryError("out of it")
+
+    monkeypatch.setattr(llm.core.runner, "run", fail)
+    with pytest.raises(MemoryError):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    monkeypatch.undo()
+    with pytest.raises(WorkerError, match="out of it"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.close()
+
+
+def test_a_message_that_cant_be_read_is_an_answer_not_a_death(pair):
+    class Private(SamplingParams):
+        pass
+
+    Private.__qualname__, Private.__module__ = "Private", __name__
+    globals()["Private"] = Private  # so that it can be sent, to where it is unknown
+    deaths = [h.peer for h in pair.core.handles]
+    (out,) = pair.generate(PROMPTS[:1], Private(max_tokens=3), use_tqdm=False)
+    assert out.completions[0].finish_reason == "error" and "No module" in out.completions[0].stop_reason
+    assert [h.peer for h in pair.core.handles] == deaths
+
+
+def test_strangers_at_the_door_are_sent_away(monkeypatch):
+    near, far = socket.socketpair()
+    start = time.monotonic()
+    monkeypatch.setattr(worker, "_keep_alive", lambda *args: None)  # no TCP here
+    assert worker._authenticated(near, "key", 1.0) is None and time.monotonic() - start < 5
+    far.close()
+
+
 # --- behind HTTP ------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +529,21 @@ def test_a_server_of_replicas_hides_the_death_of_one(paths, expected):
         assert client.update_weights(exact_model(paths[0])) == 2, "the group is made again, with the new replica"
         assert bits(client.generate(PROMPTS, PARAMS)) == expected[0]
         server.idle()
+
+
+def test_a_paused_server_makes_its_replicas_pause(paths, expected):
+    with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
+        server.ok("/pause_generation", {"mode": "in_place"})
+        with in_background(client.generate, PROMPTS, PARAMS) as found:
+            time.sleep(1)
+            assert server.llm.stats().generation_tokens == 0 and not found
+            os.kill(server.llm.core.handles[0].peer.process.process.pid, signal.SIGKILL)
+            wait_for(lambda: len(server.llm.core.serving) < 2)
+            wait_for(lambda: len(server.llm.core.serving) == 2, 60)
+            time.sleep(1)
+            assert server.llm.stats().generation_tokens == 0, "a new replica pauses, too"
+            server.ok("/continue_generation")
+        assert bits(found[0]) == expected[0]
 
 
 def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
@@ -444,6 +574,9 @@ def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
         ({"replicas": 2, "backend": "inproc"}, "processes of their own"),
         ({"batches_in_flight": 0}, "must be positive"),
         ({"worker_timeout": 0}, "must be positive"),
+        ({"balance": True}, "set pipeline_parallel_size"),
+        ({"stage_layers": (4,)}, "set pipeline_parallel_size"),
+        ({"backend": "ray"}, "set pipeline_parallel_size or replicas"),
     ],
 )
 def test_settings_that_make_no_sense(paths, settings, message):

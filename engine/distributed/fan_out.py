@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -13,9 +14,9 @@ from concurrent.futures import Future
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
-from ..transfer import TensorSpec, WeightGroup, gathering, manifest_of
+from ..transfer import TensorSpec, TransferError, WeightGroup, gathering, manifest_of
 from ..weights import Source, WeightTable, WeightUpdateError, check_contract, check_dtype
-from .worker import LocalPeer, Peer, results
+from .worker import LocalPeer, Peer, WorkerError, results
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,13 @@ _names = itertools.count()
 class FanOut:
     """Calls to all members at once. Each member counts for `ranks` ranks in a weight group, in order.
 
-    host: where members reach this process. timeout: seconds for a rendezvous and for each broadcast.
+    host: where members reach this process. timeout: seconds for a call, a rendezvous, and each broadcast;
+    load_timeout: for all of an update's tensors.
     """
 
-    def __init__(self, members: Sequence[Peer | LocalPeer], ranks: int, host: str, timeout: float):
-        self.members, self.ranks, self.host, self.timeout = list(members), ranks, host, timeout
+    def __init__(self, members: Sequence[Peer | LocalPeer], ranks: int, host: str, timeout: float, load_timeout: float):
+        self.members, self.ranks, self.host = list(members), ranks, host
+        self.timeout, self.load_timeout = timeout, load_timeout
         self.group_names: set[str] = set()
         self._own: WeightGroup | None = None  # from this process to all members
 
@@ -46,8 +49,11 @@ class FanOut:
         return calls
 
     def all(self, method: str, *args, timeout: float | None = None) -> list:
-        """Calls a method of every member, and waits for all; raises the first error."""
-        return results(self.start(method, *args), timeout)
+        """Calls a method of every member, and waits for all; raises the first error.
+
+        timeout: seconds, if another than usual; then WorkerError.
+        """
+        return results(self.start(method, *args), timeout or self.timeout)
 
     def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float):
         """Makes the members ranks `rank`, `rank` + 1, ... of a weight group that others make."""
@@ -66,9 +72,12 @@ class FanOut:
     def leave(self, name: str) -> bool:
         known = name in self.group_names
         self.group_names.discard(name)
-        for _, future in self.start("leave_group", name):
-            future.exception()  # the dead have left
+        self._leave(name)
         return known
+
+    def _leave(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # the dead have left
+            results(self.start("leave_group", name), self.timeout)
 
     def sender(self) -> WeightGroup:
         """The group over which this process sends tensors to all members, made when it is first needed."""
@@ -89,8 +98,7 @@ class FanOut:
     def close(self) -> None:
         if self._own is not None:
             self._own.close()
-            for _, future in self.start("leave_group", self._own.name):
-                future.exception()
+            self._leave(self._own.name)
             self._own = None
 
 
@@ -101,7 +109,7 @@ class FanOutUpdate:
         self.fan_out, self.table = fan_out, table
         self.path: pathlib.Path | None = None
         self.given: set[str] = set()
-        fan_out.all("begin_update", timeout=fan_out.timeout)
+        fan_out.all("begin_update")
 
     @property
     def missing(self) -> list[str]:
@@ -124,10 +132,10 @@ class FanOutUpdate:
             with gathering(state) as tensors:
                 self._send(specs, tensors)
         elif isinstance(source, str | os.PathLike):
-            self.path = pathlib.Path(source).absolute()
-            self.table.check_directory(self.path)
-            self.fan_out.all("load_update", str(self.path))
-            self.given = set(self.table.shapes)
+            path = pathlib.Path(source).absolute()
+            self.table.check_directory(path)
+            self.fan_out.all("load_update", str(path), timeout=self.fan_out.load_timeout)
+            self.given, self.path = set(self.table.shapes), path
         else:
             for pairs in _buckets(self._checked(source)):
                 self._send([TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs], pairs)
@@ -147,20 +155,24 @@ class FanOutUpdate:
         try:
             group.send(tensors, specs, BUCKET_BYTES)
         except Exception:
-            results(calls, self.fan_out.timeout + 10)  # a member's error says more
+            results(calls, self.fan_out.load_timeout)  # a member's error says more
             raise
-        results(calls, self.fan_out.timeout + 10)
+        results(calls, self.fan_out.load_timeout)
         self.given |= {s.name for s in specs}
 
     def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
         """All members load tensors that rank 0 of a weight group broadcasts now; each keeps what it needs."""
-        self.fan_out.all("receive_update", group, list(manifest), bucket_bytes)
+        try:
+            self.fan_out.all("receive_update", group, list(manifest), bucket_bytes, timeout=self.fan_out.load_timeout)
+        except (TransferError, WorkerError):
+            self.fan_out.group_names.discard(group)  # of no more use
+            raise
         self.given |= {s.name for s in manifest}
 
     def check_complete(self) -> None:
         """Raises unless every member could put the update in force."""
         self.table.check_complete(self.given)
-        self.fan_out.all("prepare_update", timeout=self.fan_out.timeout)
+        self.fan_out.all("prepare_update")
 
 
 def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class ReplicaInfo:
     table: WeightTable
     weight_bytes: int
     kv_cache_bytes: int
+    stage_kv_bytes: int
 
 
 @dataclass
@@ -44,9 +46,9 @@ class SampleProgress:
 
 @dataclass
 class Progress:
-    """What is new of a request. prompt_scores: all of them, or none yet."""
+    """What is new of a request. serial: of its assignment. prompt_scores: with the first token, all of them."""
 
-    request_id: str
+    serial: int
     samples: list[SampleProgress]
     prompt_scores: list[SampledToken] = field(default_factory=list)
     num_prefix_hit: int | None = None
@@ -60,8 +62,8 @@ class Progress:
                 ends = s.finish_reason, s.stop_reason, s.text
                 samples.append(SampleProgress(s.sample_index, start, s.sampled[start:], s.versions[start:], *ends))
                 s.reported, s.reported_end = len(s.sampled), s.finish_reason is not None
-        scores = [] if request.partly_scored else request.prompt_scores
-        return cls(request.request_id, samples, scores, request.samples[0].num_prefix_hit)
+        scores = request.prompt_scores if any(s.index == s.start == 0 for s in samples) else []
+        return cls(request.serial, samples, scores, request.samples[0].num_prefix_hit)
 
     def apply(self, request: Request) -> None:
         """To the router's copy of the request."""
@@ -87,16 +89,23 @@ class Replica:
         self.core = EngineCore(pathlib.Path(path), config, placement)
         if not config.skip_tokenizer_init:
             self.core.tokenizer = load_tokenizer(self.core.path)
+        for peer in self.core.pipeline.remote:
+            peer.on_lost = lambda: os._exit(1)  # a replica is of no use without a stage
         self.update = self.core.begin_weight_update()
         self.beats = 0
+        self.sending = False
 
     def describe(self) -> ReplicaInfo:
         core = self.core
-        sizes = core.weight_bytes, core.kv_cache_bytes
+        sizes = core.weight_bytes, core.kv_cache_bytes, core.pipeline.stage_kv_bytes
         return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.pipeline.table, *sizes)
 
+    @property
+    def working(self) -> bool:
+        return self.core.ready and not self.core.paused and bool(self.core.requests)
+
     def tick(self, report: Callable[[tuple[list[Progress], EngineStats]], None]) -> bool:
-        working = self.core.ready and bool(self.core.requests)
+        working = self.working
         if working:
             self.core.step()
         self.beats += 1
@@ -104,8 +113,8 @@ class Replica:
         return working
 
     def ping(self) -> tuple[int, bool]:
-        """(steps so far, is there work): a replica with work and no steps hangs."""
-        return self.beats, self.core.ready and bool(self.core.requests)
+        """(steps so far, is it to make some): a replica that is to and doesn't hangs."""
+        return self.beats, self.working and not self.sending
 
     def submit(self, request: Request) -> None:
         for sample in request.samples:
@@ -140,8 +149,17 @@ class Replica:
 
     def send_weights(self, addresses: list[tuple[str, int]]) -> int:
         """To the stages of another replica; returns the version."""
-        self.core.pipeline.each("send_weights", addresses)
+        self.sending = True
+        try:
+            self.core.pipeline.each("send_weights", addresses)
+        finally:
+            self.sending = False
         return self.core.weight_version
+
+    def adopt(self, version: int, path: str | None) -> None:
+        """Becomes a replica that sleeps without the weights of this version, which `path` holds, if it is given."""
+        self.core.release_memory(("weights",))
+        self.core.adopt(version, None if path is None else pathlib.Path(path))
 
     def take_weights(self, addresses: list[tuple[str, int]]) -> None:
         """From the stages of another replica, to be committed."""
@@ -155,6 +173,9 @@ class Replica:
 
     def leave_group(self, name: str) -> bool:
         return self.core.leave_weight_group(name)
+
+    def pause(self, paused: bool) -> None:
+        self.core.pause(paused)
 
     def checksums(self) -> dict[str, str]:
         return self.core.weight_checksums()

@@ -8,6 +8,7 @@ bit, they get the tokens that they would have got.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pathlib
 import queue
@@ -21,6 +22,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..core import max_model_len
+from ..interrupts import deferred_interrupt
 from ..outputs import EngineStats
 from ..pipeline import stage_layers
 from ..request import Request
@@ -48,7 +50,7 @@ class _Handle:
         self.state = "starting"
         self.peer: Peer | None = None
         self.placement: Any = None
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[int, Request] = {}  # by the serial number of their assignment
         self.stats: EngineStats | None = None
         self.failed_starts = 0
         self.beat: tuple[int, float] = (-1, 0.0)
@@ -75,6 +77,7 @@ class Router:
         self.weight_version = 0
         self.has_weights = self.has_kv_cache = True
         self.failure: str | None = None
+        self.paused = False
         self._weights_path: pathlib.Path | None = path
         self._unassigned: dict[str, Request] = {}
         self._moves: dict[str, int] = {}
@@ -84,8 +87,17 @@ class Router:
         self._closing = threading.Event()
         self.handles = [_Handle(i) for i in range(config.replicas)]
         self._fan_out: FanOut | None = None
-        infos = self._start_all()
+        self._serials = itertools.count(1)
+        try:
+            infos = self._start_all()
+            for info in infos[1:]:
+                self._check_like(infos[0], info)
+        except BaseException:
+            self.close()
+            raise
         self.info: ReplicaInfo = infos[0]
+        # one that is started again has the same room, however much memory is free then
+        self.config = replace(self.config, kv_cache_memory_bytes=min(i.stage_kv_bytes for i in infos))
         self.room = min(i.capacity for i in infos)  # tokens that each replica's KV cache holds
         self.capacity = sum(i.capacity for i in infos)
         self.contract, self.eos_token_ids = self.info.contract, self.info.eos_token_ids
@@ -118,9 +130,16 @@ class Router:
                 handle.state = "serving"
                 infos.append(value)
             elif kind == "not started":
-                self.close()
                 raise value
         return infos
+
+    @staticmethod
+    def _check_like(first: ReplicaInfo, other: ReplicaInfo) -> None:
+        """NumericsError or ValueError where replicas would differ in more than their load."""
+        if first.contract is not None and other.contract is not None:
+            first.contract.check(other.contract)
+        if (first.table, first.eos_token_ids) != (other.table, other.eos_token_ids):
+            raise ValueError("the replicas loaded different models; is the checkpoint the same on all nodes?")
 
     def _start(self, handle: _Handle) -> None:
         handle.state = "starting"
@@ -177,17 +196,26 @@ class Router:
         try:
             item = self._events.get(timeout=wait) if wait else self._events.get_nowait()
             while True:
-                self._handle_event(*item)
+                with deferred_interrupt():
+                    self._handle_event(*item)
                 item = self._events.get_nowait()
         except queue.Empty:
             pass
 
     def _handle_event(self, handle: _Handle, kind: str, value: Any) -> None:
+        try:
+            self._react(handle, kind, value)
+        except Exception:
+            logger.exception("%s: %r can't be dealt with; it is ended", handle.name, kind)
+            if handle.peer is not None:
+                handle.peer.kill()
+
+    def _react(self, handle: _Handle, kind: str, value: Any) -> None:
         if kind == "progress":
             self._take(handle, *value)
         elif kind == "refused":
-            request, error = value
-            if request.request_id in handle.requests:
+            serial, error = value
+            if (request := handle.requests.get(serial)) is not None:
                 self.end(request, "error", f"{type(error).__name__}: {error}")
         elif kind == "lost":
             if value is handle.peer and handle.state != "starting":
@@ -202,12 +230,19 @@ class Router:
                 if all(h.state == "failed" for h in self.handles):
                     self.failure = f"no replica starts any more: {value}"
         elif kind == "started":
-            self._admit(handle, 0)
+            try:
+                self._check_like(self.info, value)
+            except Exception as error:
+                handle.peer.kill()  # type: ignore[union-attr]
+                self._react(handle, "not started", error)
+                return
+            self._admit(handle, None)
         elif kind == "in step":
             self._admit(handle, value)
 
     def _lose(self, handle: _Handle) -> None:
         logger.error("%s died; its %d requests go on elsewhere", handle.name, len(handle.requests))
+        handle.peer.kill()  # type: ignore[union-attr]  # perhaps it is only its connection that ended
         self._drop_fan_out()
         handle.stats = None
         requests, handle.requests = handle.requests, {}
@@ -219,38 +254,43 @@ class Router:
             else:
                 self._finish(request, "error", f"{moves} replicas died while they worked on it")
 
-    def _admit(self, handle: _Handle, version: int) -> None:
-        """Lets a new replica serve, once it has the weights in force."""
-        if version != self.weight_version or (version == 0 and not self.has_weights):
-            donors = [h for h in self.serving if h is not handle]
-            if self._weights_path is None and not donors and self.has_weights:
+    def _admit(self, handle: _Handle, version: int | None) -> None:
+        """Lets a new replica serve, once it has the weights in force. version: what it has; None: the checkpoint that
+        all started with, as it is on disk now."""
+        peer, donor = handle.peer, next((h.peer for h in self.serving), None)
+        assert peer is not None
+        if self.has_weights and version != self.weight_version:
+            first = version is None and self.weight_version == 0
+            if donor is None and self._weights_path is None:
                 self.has_weights = False
-                logger.error("no replica holds weight version %d any more; the engine needs an update", version)
-            if self.has_weights:
-                donor = donors[0].peer if donors and self._weights_path is None else None
+                logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
+            elif donor is not None or not first:
                 arguments = handle, donor, self._weights_path, self.weight_version
                 threading.Thread(target=self._bring_into_step, args=arguments, daemon=True).start()
                 return
         handle.state, handle.failed_starts = "serving", 0
-        logger.info("%s serves with weight version %d", handle.name, version)
+        logger.info("%s serves with weight version %d", handle.name, self.weight_version)
         self._drop_fan_out()  # it has one member more now
-        gone = [tag for tag, there in (("weights", self.has_weights), ("kv_cache", self.has_kv_cache)) if not there]
-        if gone:
-            handle.peer.call("release_memory", tuple(gone))  # type: ignore[union-attr]
+        with contextlib.suppress(WorkerError):  # if it has died, that is the next event
+            if not self.has_weights:
+                peer.call("adopt", self.weight_version, None if self._weights_path is None else str(self._weights_path))
+            if not self.has_kv_cache:
+                peer.call("release_memory", ("kv_cache",))
+            if self.paused:
+                peer.call("pause", True)
         waiting, self._unassigned = self._unassigned, {}
         for request in waiting.values():
             self._assign(request)
 
     def _bring_into_step(self, handle: _Handle, donor: Peer | None, path: pathlib.Path | None, version: int) -> None:
-        """In a thread: gives a new replica the weights in force, from where they were read, or from another replica."""
+        """In a thread: gives a new replica the weights in force, from another that serves, or where they were read."""
         peer, limit = handle.peer, self.config.start_timeout
         assert peer is not None
         try:
-            if path is not None:
+            if donor is None:
                 results([(handle.name, peer.call("begin_update"))], limit)
                 results([(handle.name, peer.call("load_update", str(path)))], limit)
             else:
-                assert donor is not None
                 addresses = results([(donor.name, donor.call("addresses"))], limit)[0]
                 sent = donor.call("send_weights", addresses)
                 taken = peer.call("take_weights", addresses)
@@ -281,7 +321,8 @@ class Router:
         if handle is None:
             self._unassigned[request.request_id] = request
             return
-        handle.requests[request.request_id] = request
+        request.serial = serial = next(self._serials)
+        handle.requests[serial] = request
         try:
             assert handle.peer is not None
             future = handle.peer.call("submit", request)
@@ -291,7 +332,7 @@ class Router:
         def check(done: Future) -> None:
             error = done.exception()
             if error is not None and not isinstance(error, WorkerError):
-                self._events.put((handle, "refused", (request, error)))
+                self._events.put((handle, "refused", (serial, error)))
 
         future.add_done_callback(check)
 
@@ -319,7 +360,7 @@ class Router:
     def _take(self, handle: _Handle, progress: list, stats: EngineStats) -> None:
         handle.stats = stats
         for new in progress:
-            request = handle.requests.get(new.request_id)
+            request = handle.requests.get(new.serial)
             if request is None:  # aborted meanwhile
                 continue
             new.apply(request)
@@ -329,7 +370,7 @@ class Router:
 
     def _forget(self, request: Request) -> None:
         for handle in self.handles:
-            handle.requests.pop(request.request_id, None)
+            handle.requests.pop(request.serial, None)
         self._unassigned.pop(request.request_id, None)
         self._moves.pop(request.request_id, None)
         self.requests.pop(request.request_id, None)
@@ -343,7 +384,7 @@ class Router:
 
     def end(self, request: Request, reason: str, detail: str | None = None) -> None:
         """Ends all samples of a request that are still unfinished."""
-        owner = next((h for h in self.handles if request.request_id in h.requests), None)
+        owner = next((h for h in self.handles if request.serial in h.requests), None)
         self._finish(request, reason, detail)
         if owner is not None and owner.peer is not None:
             with contextlib.suppress(WorkerError):
@@ -377,8 +418,21 @@ class Router:
             peers = [h.peer for h in self.serving if h.peer is not None]
             if not peers:
                 raise WorkerError("no replica is alive")
-            self._fan_out = FanOut(peers, self.config.pipeline_parallel_size, self.host, self.config.worker_timeout)
+            self._fan_out = FanOut(peers, self.config.pipeline_parallel_size, self.host, self.config.worker_timeout,
+                self.config.start_timeout)  # fmt: skip
         return self._fan_out
+
+    def _each(self, method: str, *args, timeout: float | None = None) -> list:
+        """Of all replicas that serve; who fails is ended, and comes back in the state that all are in then."""
+        self._pump()
+        found, members = [], self.members() if self.serving else None
+        for member, call in zip(members.members, members.start(method, *args), strict=True) if members else ():
+            try:
+                found += results([call], timeout or self.config.worker_timeout)
+            except Exception as error:
+                logger.error("%s failed to %s: %s; it is ended", member.name, method, error)
+                member.kill()
+        return found
 
     def _drop_fan_out(self) -> None:
         if self._fan_out is not None:
@@ -396,6 +450,10 @@ class Router:
         if not isinstance(update, FanOutUpdate) or update.fan_out is not self._fan_out:
             raise WeightUpdateError("a replica died or joined during the update; send it again")
         update.check_complete()
+        with deferred_interrupt():
+            self._commit(update, version, recompute_running)
+
+    def _commit(self, update: FanOutUpdate, version: int, recompute_running: bool) -> None:
         calls = update.fan_out.start("commit_update", version, recompute_running)
         self.weight_version, self.has_weights, self._weights_path = version, True, update.path
         done = 0
@@ -411,28 +469,33 @@ class Router:
             raise WorkerError("every replica failed while it switched to the new weights, which are lost")
 
     def leave_weight_group(self, name: str) -> bool:
-        return self._fan_out is not None and self._fan_out.leave(name)
+        fan_out = self._fan_out
+        return fan_out is not None and fan_out.leave(name)
 
     def has_weight_group(self, name: str) -> bool:
-        return self._fan_out is not None and name in self._fan_out.group_names
+        fan_out = self._fan_out
+        return fan_out is not None and name in fan_out.group_names
 
     def weight_checksums(self) -> dict[str, str]:
-        found = self.members().all("checksums")
+        found = self.members().all("checksums", timeout=self.config.start_timeout)
         if any(f != found[0] for f in found):
             raise RuntimeError("the replicas' weights differ; update them")
         return found[0]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        self.members().all("reset_prefix_cache", reset_running_requests)
+        self._each("reset_prefix_cache", reset_running_requests)
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        self._each("pause", paused)
 
     def release_memory(self, tags: Sequence[str]) -> int:
-        freed = self.members().all("release_memory", tuple(tags))
         self.has_kv_cache &= "kv_cache" not in tags
         self.has_weights &= "weights" not in tags
-        return sum(freed)
+        return sum(self._each("release_memory", tuple(tags)))
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        self.members().all("wake_up", tuple(tags))
+        self._each("wake_up", tuple(tags), timeout=self.config.start_timeout)
         self.has_kv_cache |= "kv_cache" in tags
         self.has_weights |= "weights" in tags and self._weights_path is not None
 

@@ -15,6 +15,7 @@ import pickle
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -80,7 +81,7 @@ class Peer:
             number = next(self._numbers)
             self._pending[number] = future
             try:
-                self._connection.send_bytes(pickle.dumps((number, method, args), pickle.HIGHEST_PROTOCOL))
+                self._connection.send_bytes(pickle.dumps((number, method, pickle.dumps(args, pickle.HIGHEST_PROTOCOL))))
             except OSError as error:
                 del self._pending[number]
                 raise WorkerError(f"{self.name} is gone: {error}") from error
@@ -214,14 +215,22 @@ def _authenticated(accepted: socket.socket, key: str, silence: float) -> tuple[i
     """The worker's index and connection; None for a stranger."""
     accepted.settimeout(None)
     _keep_alive(accepted, silence)
-    connection = mpc.Connection(accepted.detach())
+    limit = struct.pack("ll", max(1, int(silence)), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # whoever says nothing is a stranger, too
+        accepted.setsockopt(socket.SOL_SOCKET, option, limit)
+    connection = mpc.Connection(os.dup(accepted.fileno()))
     try:
         mpc.deliver_challenge(connection, key.encode())  # type: ignore[attr-defined]
         mpc.answer_challenge(connection, key.encode())  # type: ignore[attr-defined]
-        return connection.recv(), connection
+        index = connection.recv()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            accepted.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+        return index, connection
     except (mpc.AuthenticationError, EOFError, OSError):  # type: ignore[attr-defined]
         connection.close()
         return None
+    finally:
+        accepted.close()
 
 
 def _keep_alive(s: socket.socket, silence: float) -> None:
@@ -281,23 +290,26 @@ def work(host: str, port: int, key: str, index: int, silence: float) -> None:
     calls: SimpleQueue = SimpleQueue()
     target: Any = None
 
-    def send(number: int | None, ok: bool, value: Any) -> None:
-        data = pickle.dumps((number, ok, value), pickle.HIGHEST_PROTOCOL)
+    def send(message: bytes) -> None:
         with sending:
-            connection.send_bytes(data)
+            connection.send_bytes(message)
 
     def answer(number: int, function: Callable, args: Sequence) -> None:
         try:
-            send(number, True, function(*args))
-        except ConnectionError:
-            raise
+            reply = pickle.dumps((number, True, function(*args)), pickle.HIGHEST_PROTOCOL)
         except BaseException as error:
-            send(number, False, _portable(error))
+            reply = pickle.dumps((number, False, _portable(error)))
+        send(reply)
 
     def read() -> None:
         try:
             while True:
-                number, method, args = pickle.loads(connection.recv_bytes())
+                number, method, data = pickle.loads(connection.recv_bytes())
+                try:
+                    args = pickle.loads(data)
+                except Exception as error:  # a class that isn't known here, say
+                    send(pickle.dumps((number, False, _portable(error))))
+                    continue
                 if target is not None and method in target.BACKGROUND:
                     run = (number, getattr(target, method), args)
                     threading.Thread(target=answer, args=run, daemon=True).start()
@@ -318,9 +330,9 @@ def work(host: str, port: int, key: str, index: int, silence: float) -> None:
                 number, method, args = calls.get()
                 answer(number, make if method == "make" else getattr(target, method), args)
                 busy = hasattr(target, "tick")
-            busy = target.tick(lambda event: send(None, True, event))
+            busy = target.tick(lambda event: send(pickle.dumps((None, True, event), pickle.HIGHEST_PROTOCOL)))
     except BaseException as error:
-        if not isinstance(error, ConnectionError):
+        if not isinstance(error, OSError):
             traceback.print_exc()
         os._exit(1)  # with all its threads
 
