@@ -44,7 +44,7 @@ def layouts(backends: list[str]) -> dict[str, dict]:
     half = {"kv_cache_memory_bytes": 2**29}
     found: dict[str, dict] = {ALONE: {}}
     for backend in backends:
-        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "backend": backend} | half
+        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "balance": True, "backend": backend} | half
         found[f"2 replicas, {backend}"] = {"replicas": 2, "backend": backend} | half
     return found
 
@@ -88,7 +88,7 @@ def trace(model: str, in_flight: int = 4) -> dict:
     """Start and end of each step in each of 2 stages, seconds; the share of time in which both work."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    llm = LLM(model, pipeline_parallel_size=2, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
+    llm = LLM(model, pipeline_parallel_size=2, balance=True, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
               skip_tokenizer_init=True)  # fmt: skip
     work = WORKLOADS["mixed"]()
     llm.generate(work["prompts"][:2], SamplingParams(max_tokens=4), use_tqdm=False)

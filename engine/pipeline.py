@@ -62,7 +62,7 @@ class Stage:
     rank, stages: its place in the pipeline. A single stage is the whole model.
     """
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "leave_group"})
+    BACKGROUND = frozenset({"load_update", "receive_update", "read_update", "join_group", "leave_group"})
 
     def __init__(self, path: str, config: EngineConfig, layers: Layers | None, rank: int = 0, stages: int = 1):
         self.config, self.rank, self.stages = config, rank, stages
@@ -134,6 +134,9 @@ class Stage:
 
     def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
         self.update.receive(group, manifest, bucket_bytes)
+
+    def read_update(self, file: str, specs: list[TensorSpec]) -> None:
+        self.update.read(file, specs)
 
     def prepare_update(self) -> None:
         self.update.check_complete()

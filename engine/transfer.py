@@ -170,7 +170,7 @@ class WeightGroup:
         try:
             for flat, work, bucket in flights:
                 self._wait(work, bucket)
-                yield from _split(flat, bucket)
+                yield from split(flat, bucket)
         finally:
             if self.usable:
                 for _, work, bucket in flights:
@@ -253,8 +253,9 @@ def _buckets(manifest: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterat
         yield bucket
 
 
-def _split(flat: Tensor, bucket: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    if len(bucket) == 1:
+def split(flat: Tensor, bucket: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket whose bytes are `flat`; or `flat` itself, which may be the only tensor."""
+    if len(bucket) == 1 and flat.shape == bucket[0].shape and flat.dtype == bucket[0].dtype:
         yield bucket[0].name, flat
         return
     start = 0

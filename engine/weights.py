@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -19,9 +20,9 @@ from transformers import PreTrainedModel
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError
 from ..model.checkpoint import manifest
-from ..model.exact import LMHead, contract_of
+from ..model.exact import LMHead, all_finite, contract_of
 from ..model.stage import shift_layer
-from .transfer import TensorSpec, WeightGroup, gathering, manifest_of
+from .transfer import TensorSpec, WeightGroup, gathering, manifest_of, split
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
@@ -208,6 +209,10 @@ class WeightUpdate:
         with contextlib.closing(self.groups[group].receive(manifest, bucket_bytes)) as tensors:
             self.load(tensors)
 
+    def read(self, file: str, specs: Sequence[TensorSpec]) -> None:
+        """Loads the tensors whose bytes are in a file, one after the other."""
+        self.load(split(torch.from_numpy(np.memmap(file, np.uint8, mode="c")), list(specs)))
+
     def _add(self, name: str, tensor: Tensor) -> None:
         loader = self.loader
         if not loader.owns(name):
@@ -218,7 +223,7 @@ class WeightUpdate:
             raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
         loader.table.check_shape(name, tuple(tensor.shape))
         check_dtype(name, tensor.dtype, tensor.device.type)
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
         tensor = tensor.detach().to(loader.dtype)
         ties = loader.table.tied

@@ -249,7 +249,7 @@ def test_a_replica_that_hangs_counts_as_dead(paths, expected):
 def test_a_request_that_kills_replicas_is_given_up(paths):
     llm = LLM(paths[0], replicas=2, **SMALL)
     try:
-        request = llm.add_request(PROMPTS[0], SamplingParams(n=32, max_tokens=450, seed=0, ignore_eos=True))
+        llm.add_request(PROMPTS[0], SamplingParams(n=32, max_tokens=450, seed=0, ignore_eos=True))
         owner, output = None, None
         deadline = time.monotonic() + 90
         while llm.has_unfinished_requests() and time.monotonic() < deadline:

@@ -8,9 +8,11 @@ import logging
 import os
 import pathlib
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
@@ -20,6 +22,7 @@ from .worker import LocalPeer, Peer, WorkerError, results
 
 logger = logging.getLogger(__name__)
 
+SHARED_MEMORY = "/dev/shm"
 BUCKET_BYTES = 2**26  # of tensors on their way at a time
 _names = itertools.count()
 
@@ -27,8 +30,8 @@ _names = itertools.count()
 class FanOut:
     """Calls to all members at once. Each member counts for `ranks` ranks in a weight group, in order.
 
-    host: where members reach this process. timeout: seconds for a call, a rendezvous, and each broadcast;
-    load_timeout: for all of an update's tensors.
+    host: where members reach this process; 127.0.0.1 if all are on this machine. timeout: seconds for a call, a
+    rendezvous, and each broadcast; load_timeout: for all of an update's tensors.
     """
 
     def __init__(self, members: Sequence[Peer | LocalPeer], ranks: int, host: str, timeout: float, load_timeout: float):
@@ -122,7 +125,8 @@ class FanOutUpdate:
             self.table.check_complete(names)
 
     def load(self, source: Source, contract: Contract | None = None) -> None:
-        """As `WeightUpdate.load`. Tensors are broadcast, a bucket at a time; members read a directory by themselves."""
+        """As `WeightUpdate.load`. Members read a directory by themselves; tensors go to all of them a bucket at a time,
+        through shared memory where all are on this machine, or else by broadcast."""
         if isinstance(source, nn.Module):
             if contract is not None:
                 check_contract(source, contract)
@@ -150,6 +154,36 @@ class FanOutUpdate:
             yield name, tensor
 
     def _send(self, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        largest = max(BUCKET_BYTES, *(s.nbytes for s in specs))
+        if self.fan_out.host == "127.0.0.1" and _free_shared_memory() > 4 * largest:
+            self._share(tensors)
+        else:
+            self._broadcast(specs, tensors)
+        self.given |= {s.name for s in specs}
+
+    def _share(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Members read one bucket while the next is written."""
+        calls: list[tuple[str, Future]] = []
+        with contextlib.ExitStack() as files:
+            for pairs in _buckets(tensors):
+                following = contextlib.ExitStack()
+                file = following.enter_context(tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="samebits-"))
+                specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs]
+                for _, tensor in pairs:
+                    file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                results(calls, self.fan_out.load_timeout)
+                files.close()
+                files.push(following)
+                calls = self.fan_out.start("read_update", file.name, specs)
+            results(calls, self.fan_out.load_timeout)
+
+    def read(self, file: str, specs: list[TensorSpec]) -> None:
+        """All members load the tensors whose bytes are in a file, one after the other."""
+        self.fan_out.all("read_update", file, specs, timeout=self.fan_out.load_timeout)
+        self.given |= {s.name for s in specs}
+
+    def _broadcast(self, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
         group = self.fan_out.sender()
         calls = self.fan_out.start("receive_update", group.name, specs, BUCKET_BYTES)
         try:
@@ -158,7 +192,6 @@ class FanOutUpdate:
             results(calls, self.fan_out.load_timeout)  # a member's error says more
             raise
         results(calls, self.fan_out.load_timeout)
-        self.given |= {s.name for s in specs}
 
     def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
         """All members load tensors that rank 0 of a weight group broadcasts now; each keeps what it needs."""
@@ -173,6 +206,15 @@ class FanOutUpdate:
         """Raises unless every member could put the update in force."""
         self.table.check_complete(self.given)
         self.fan_out.all("prepare_update")
+
+
+def _free_shared_memory() -> int:
+    """Bytes; containers often have little."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:  # not Linux
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -82,7 +82,7 @@ class Progress:
 class Replica:
     """Served by a worker: between calls, `tick` runs the engine's steps and reports what is new."""
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "join_group", "leave_group", "ping"})
+    BACKGROUND = frozenset({"load_update", "receive_update", "read_update", "join_group", "leave_group", "ping"})
 
     def __init__(self, path: str, config: EngineConfig):
         placement = ray_backend.own_placement() if config.backend == "ray" else None
@@ -136,6 +136,9 @@ class Replica:
 
     def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
         self.update.receive(group, manifest, bucket_bytes)
+
+    def read_update(self, file: str, specs: list[TensorSpec]) -> None:
+        self.update.read(file, specs)
 
     def prepare_update(self) -> None:
         self.update.check_complete()
