@@ -263,7 +263,7 @@ def test_a_request_that_kills_replicas_is_given_up(paths):
         llm.close()
 
 
-@pytest.mark.parametrize("phase", ["begin_update", "receive_update", "prepare_update"])
+@pytest.mark.parametrize("phase", ["begin_update", "read_update", "prepare_update"])
 def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(paths, expected, phase):
     llm = LLM(paths[0], replicas=2, **SMALL)
     try:
