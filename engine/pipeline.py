@@ -236,8 +236,7 @@ class Pipeline:
         distant = 0 if config.backend == "inproc" else count - 1
         threads = default_threads(config.num_workers)
         if distant:
-            if config.backend == "mp":
-                torch.set_num_threads(min(threads, torch.get_num_threads()))
+            torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
             names = [f"stage {rank}" for rank in range(1, count)]
             logger.info("starting %d stages with layers %s", count, layers)
             where = None
