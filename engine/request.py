@@ -41,7 +41,7 @@ class Sample(Sequence):
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
 
-    def append(self, token: SampledToken, version: int, stale_kv: bool) -> None:
+    def append(self, token: SampledToken, version: int, stale_kv: bool = False) -> None:
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
         self.versions.append((version, stale_kv))

@@ -464,9 +464,9 @@ def test_after_a_difference_a_step_needs_a_load(tiny, tmp_path):
 def test_rollouts_of_other_weights_than_expected_stop_the_run(tiny):
     trainer = Trainer(config_of(tiny), Digits())
     trainer.llm.update_weights(trainer.model)
-    trainer.llm.weight_version = 0  # as if the engine had been restarted
+    trainer.llm.core.weight_version = 0  # as if the engine had been restarted
     trainer.llm.step()
-    trainer.llm.weight_version = 5
+    trainer.llm.core.weight_version = 5
     trainer.worker.llm = Restarted(trainer.llm)
     with pytest.raises(NumericsError, match="rollouts are 5 to 5 weight versions old, expected 0 to 0"):
         trainer.step()
@@ -482,9 +482,9 @@ class Restarted:
         return getattr(self.llm, name)
 
     def step(self):
-        self.llm.weight_version = 0
+        self.llm.core.weight_version = 0
         outputs = self.llm.step()
-        self.llm.weight_version = 5
+        self.llm.core.weight_version = 5
         return outputs
 
 
