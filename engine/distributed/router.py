@@ -181,9 +181,10 @@ class Router:
                 try:
                     assert peer is not None
                     beat, busy = results([(handle.name, peer.call("ping"))], limit)[0]
-                except WorkerError as error:
+                except Exception as error:
                     logger.error("%s: %s; it is ended", handle.name, error)
                     peer.kill()  # type: ignore[union-attr]
+                    self._events.put((handle, "lost", peer))  # its own report may have come before it served
                     continue
                 if beat != handle.beat[0] or not busy:
                     handle.beat = (beat, time.monotonic())
@@ -326,7 +327,8 @@ class Router:
         try:
             assert handle.peer is not None
             future = handle.peer.call("submit", request)
-        except WorkerError:  # it has died: the event is on its way, and takes the request elsewhere
+        except WorkerError:  # it has died: the event takes the request elsewhere
+            self._events.put((handle, "lost", handle.peer))
             return
 
         def check(done: Future) -> None:
