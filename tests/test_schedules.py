@@ -123,14 +123,14 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_pipeline_changes_a_bit(checkpoint, family, stages):
     """Stages of one process, several batches under way: the schedules of a pipeline without its processes."""
-    path = checkpoint(family, num_hidden_layers=stages)
-    model = exact_model(path)
+    path, dtype = checkpoint(family, num_hidden_layers=stages), {2: "bfloat16", 3: "float32"}[stages]
+    model = exact_model(path, dtype)
     preemptions = hits = 0
     for case in range(7):
         rng = random.Random(f"{family}-{stages}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
         pipeline = {"pipeline_parallel_size": stages, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
-        results, llm = run_schedule(path, "float32", rng, requests, model, **pipeline)
+        results, llm = run_schedule(path, dtype, rng, requests, model, **pipeline)
         check_results(model, requests, results)
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
@@ -140,13 +140,13 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages):
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_no_process_changes_a_bit(checkpoint, backend, ray_cluster):
     path = checkpoint("qwen3", num_hidden_layers=3)
-    model = exact_model(path)
-    for stages in (2, 3):
+    for stages, dtype in ((2, "bfloat16"), (3, "float16")):
+        model = exact_model(path, dtype)
         rng = random.Random(f"{backend}-{stages}")
         requests = random_requests(rng, 1001, 8, 45)
         split = {2: (1, 2), 3: (1, 1, 1)}[stages]
         pipeline = {"pipeline_parallel_size": stages, "backend": backend, "stage_layers": split}
-        results, _ = run_schedule(path, "float32", rng, requests, model, batches_in_flight=3, **pipeline)
+        results, _ = run_schedule(path, dtype, rng, requests, model, batches_in_flight=3, **pipeline)
         check_results(model, requests, results)
 
 
