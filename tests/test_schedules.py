@@ -165,15 +165,16 @@ def test_smollm2_no_schedule_changes_a_bit(smollm2):
     assert [(c.token_ids, c.logprobs) for c in first.completions] == oracle(model, prompt, params, eos=(2,))
 
 
+@pytest.mark.parametrize("pipeline", [{}, {"pipeline_parallel_size": 2, "backend": "inproc"}], ids=str)
 @pytest.mark.parametrize("attention", ["samebits", "sdpa"])
-def test_negative_control_without_exact_ops_bits_differ(checkpoint, attention):
-    """With torch's linears and norms alone, and with its attention in the trainer too."""
+def test_negative_control_without_exact_ops_bits_differ(checkpoint, attention, pipeline):
+    """With torch's linears and norms alone, and with its attention in the trainer too; in one stage and in two."""
     path = checkpoint("llama", hidden_size=320, intermediate_size=768, num_attention_heads=16)
     model = exact_model(path, exact=False)
     model.set_attn_implementation(attention)
     rng = random.Random(0)
     prompts = [[rng.randrange(1001) for _ in range(rng.randint(20, 60))] for _ in range(6)]
-    llm = LLM(path, exact=False, max_num_batched_tokens=37)
+    llm = LLM(path, exact=False, max_num_batched_tokens=37, **pipeline)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
     sequences = [o.prompt_token_ids + o.completions[0].token_ids for o in outputs]
     with torch.no_grad():
