@@ -31,7 +31,7 @@ from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
 from ..model.stage import Layers, split_by_size, split_layers, stage_model
 from .config import EngineConfig
 from .distributed import ray_backend
-from .distributed.fan_out import FanOut
+from .distributed.fan_out import FanOut, UpdateMember
 from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, launch, results
 from .model_runner import ModelRunner, Plan
 from .request import SampledToken
@@ -56,13 +56,13 @@ class StageInfo:
     eos_token_ids: tuple[int, ...]
 
 
-class Stage:
+class Stage(UpdateMember):
     """A slice of a model: its weights, KV and computation; in this process or, through a `Peer`, in another.
 
     rank, stages: its place in the pipeline. A single stage is the whole model.
     """
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "read_update", "join_group", "leave_group"})
+    update: WeightUpdate
 
     def __init__(self, path: str, config: EngineConfig, layers: Layers | None, rank: int = 0, stages: int = 1):
         self.config, self.rank, self.stages = config, rank, stages
@@ -128,18 +128,6 @@ class Stage:
 
     def begin_update(self) -> None:
         self.update = WeightUpdate(self.loader, self.groups)
-
-    def load_update(self, path: str) -> None:
-        self.update.load(path)
-
-    def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
-        self.update.receive(group, manifest, bucket_bytes)
-
-    def read_update(self, file: str, specs: list[TensorSpec]) -> None:
-        self.update.read(file, specs)
-
-    def prepare_update(self) -> None:
-        self.update.check_complete()
 
     def commit_update(self) -> None:
         self.loader.switch(self.update)

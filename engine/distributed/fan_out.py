@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...kernels.contract import Contract
 from ..transfer import TensorSpec, TransferError, WeightGroup, gathering, manifest_of
-from ..weights import Source, WeightTable, WeightUpdateError, check_contract, check_dtype
+from ..weights import Source, WeightTable, WeightUpdate, WeightUpdateError, check_contract, check_dtype
 from .worker import LocalPeer, Peer, WorkerError, results
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,25 @@ class FanOut:
             self._own.close()
             self._leave(self._own.name)
             self._own = None
+
+
+class UpdateMember:
+    """The far side of a `FanOutUpdate`: takes part in the update that `begin_update` set."""
+
+    BACKGROUND = frozenset({"load_update", "receive_update", "read_update", "join_group", "leave_group"})
+    update: WeightUpdate | FanOutUpdate
+
+    def load_update(self, path: str) -> None:
+        self.update.load(path)
+
+    def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
+        self.update.receive(group, manifest, bucket_bytes)
+
+    def read_update(self, file: str, specs: list[TensorSpec]) -> None:
+        self.update.read(file, specs)
+
+    def prepare_update(self) -> None:
+        self.update.check_complete()
 
 
 class FanOutUpdate:

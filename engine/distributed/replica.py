@@ -13,9 +13,9 @@ from ..core import EngineCore
 from ..input_processor import load_tokenizer
 from ..outputs import EngineStats
 from ..request import Request, SampledToken
-from ..transfer import TensorSpec
 from ..weights import WeightTable
 from . import ray_backend
+from .fan_out import UpdateMember
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Progress:
         first.num_prefix_hit = self.num_prefix_hit if first.num_prefix_hit is None else first.num_prefix_hit
 
 
-class Replica:
+class Replica(UpdateMember):
     """Served by a worker: between calls, `tick` runs the engine's steps and reports what is new."""
 
-    BACKGROUND = frozenset({"load_update", "receive_update", "read_update", "join_group", "leave_group", "ping"})
+    BACKGROUND = UpdateMember.BACKGROUND | {"ping"}
 
     def __init__(self, path: str, config: EngineConfig):
         placement = ray_backend.own_placement() if config.backend == "ray" else None
@@ -130,18 +130,6 @@ class Replica:
 
     def begin_update(self) -> None:
         self.update = self.core.begin_weight_update()
-
-    def load_update(self, path: str) -> None:
-        self.update.load(path)
-
-    def receive_update(self, group: str, manifest: list[TensorSpec], bucket_bytes: int | None) -> None:
-        self.update.receive(group, manifest, bucket_bytes)
-
-    def read_update(self, file: str, specs: list[TensorSpec]) -> None:
-        self.update.read(file, specs)
-
-    def prepare_update(self) -> None:
-        self.update.check_complete()
 
     def commit_update(self, version: int, recompute_running: bool) -> None:
         self.core.commit_weight_update(self.update, version, recompute_running)
