@@ -161,7 +161,7 @@ class ModelRunner:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = num_blocks, config.num_key_value_heads, head_dim
         new = ops.backend(model.device).new_kv_cache
-        return [new(*shape, model.dtype) for _ in range(config.num_hidden_layers)]
+        return [new(*shape, model.dtype, model.device) for _ in range(config.num_hidden_layers)]
 
     @staticmethod
     def block_bytes(model: PreTrainedModel) -> int:
@@ -189,7 +189,7 @@ class ModelRunner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole KV blocks, source to destination, in every layer."""
         if copies:
-            source, destination = torch.tensor(copies).unbind(1)
+            source, destination = torch.tensor(copies, device=self.model.device).unbind(1)
             for caches in self.kv_caches:
                 for cache in caches:
                     cache[destination] = cache[source]
@@ -201,10 +201,11 @@ class ModelRunner:
         hidden: what the stage before this one returned, if there is one.
         """
         self.copy_blocks(plan.block_copies)
-        given = {"input_ids": torch.from_numpy(plan.token_ids)[None]}
+        device = self.model.device
+        given = {"input_ids": ops.to_device(plan.token_ids, device)[None]}
         if hidden is not None:
             given = {"inputs_embeds": hidden[None]}
-        positions = torch.from_numpy(plan.layout.positions).long()[None]
+        positions = plan.layout.on(device).positions.long()[None]
         hidden = self.model.base_model(
             **given, position_ids=positions, use_cache=False, layout=plan.layout, kv_caches=self.kv_caches
         ).last_hidden_state[0]
@@ -214,17 +215,18 @@ class ModelRunner:
         for start in range(0, len(plan.index), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             first, last = plan.index[part][[0, -1]]
-            logits = self.head(hidden[plan.rows[first : last + 1]])
+            rows = ops.to_device(np.array(plan.rows[first : last + 1], np.int64), device)
+            logits = self.head(hidden[rows])
             results += self._sample(logits, plan, part, first)
         return results
 
     @staticmethod
     def _sample(logits: Tensor, plan: Plan, part: slice, first_row: int) -> list[SampledToken]:
         """A token for each draw of the part; its log-prob is NaN where the logits aren't finite."""
-        index = (plan.index[part] - first_row).tolist()
-        if index != list(range(logits.shape[0])):
-            logits = logits[index]
-        params, tokens = plan.params[part], plan.targets[part].copy()
+        index, device = plan.index[part] - first_row, logits.device
+        if not np.array_equal(index, np.arange(logits.shape[0])):
+            logits = logits[ops.to_device(index, device)]
+        params, tokens = plan.params[part], ops.to_device(plan.targets[part].copy(), device)
         counters = plan.seeds[part], plan.sample_indices[part], plan.positions[part]
         fields, thresholds = ops.distribution(logits, params, tokens, *counters)
         logprobs = fields[:, 0].float().tolist()

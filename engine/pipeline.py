@@ -88,7 +88,7 @@ class Stage(UpdateMember):
                 raise ValueError(f"kv_cache_memory_bytes is less than one block of {block} bytes")
         else:
             sharers = self.config.num_workers if self.config.backend == "mp" else 1
-            capacity = min(psutil.virtual_memory().available // 4 // sharers // block, num_seqs_blocks)
+            capacity = min(_memory_for_kv(self.model.device) // sharers // block, num_seqs_blocks)
             if capacity < 1:
                 raise MemoryError(f"no memory for a single KV block of {block} bytes")
         contract = contract_of(self.model) if self.config.exact else None
@@ -101,7 +101,7 @@ class Stage(UpdateMember):
     def connect(self, address: str, port: int) -> None:
         """Joins the group over which hidden states go."""
         hidden = self.model.config.hidden_size
-        room = torch.empty(self.config.max_num_batched_tokens, hidden, dtype=self.model.dtype)
+        room = torch.empty(self.config.max_num_batched_tokens, hidden, dtype=self.model.dtype, device=self.model.device)
         self._link = _Link(address, port, self.rank, self.stages, self.config.worker_timeout, room)
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -177,6 +177,14 @@ class Stage(UpdateMember):
 
     def take_kv_cache(self) -> None:
         self.runner.kv_caches = self.runner.new_kv_caches(self.model, self.runner.num_blocks)
+
+
+def _memory_for_kv(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return psutil.virtual_memory().available // 4
 
 
 class _Link:
@@ -347,7 +355,7 @@ def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 
         none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,
         ops.RowParams.repeat(seqs), [-1] * seqs, [False] * seqs,
     )  # fmt: skip
-    hidden = torch.randn(seqs, config.hidden_size).to(model.dtype)
+    hidden = torch.randn(seqs, config.hidden_size).to(model.device, model.dtype)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

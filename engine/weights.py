@@ -95,7 +95,7 @@ class WeightLoader:
         self.whole = whole
         named = model.named_parameters(remove_duplicate=False)
         parameters = {shift_layer(name, first_layer): p for name, p in named}
-        self.dtype = next(iter(parameters.values())).dtype
+        self.dtype, self.device = model.dtype, model.device
         modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
         first = {id(p): name for name, p in reversed(parameters.items())}
         self.slots: dict[str, list[tuple[Any, str]]] = {}  # where a tensor is used; under the first of tied names
@@ -126,9 +126,9 @@ class WeightLoader:
         for slots in self.slots.values():
             for module, leaf in slots:
                 if packed(module, leaf):
-                    module.packed = ops.PackedWeight(torch.empty(0), 0)
+                    module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
                 else:
-                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype)
+                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def checksums(self) -> dict[str, str]:
         hashes = {}
@@ -225,7 +225,7 @@ class WeightUpdate:
         check_dtype(name, tensor.dtype, tensor.device.type)
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
-        tensor = tensor.detach().to(loader.dtype)
+        tensor = tensor.detach().to(loader.device, loader.dtype)
         ties = loader.table.tied
         first = ties.get(name, name)
         twin = next((t for n, t in self.given.items() if t is not None and ties.get(n, n) == first), None)
@@ -257,7 +257,7 @@ def checksum(parts: Iterable[Tensor]) -> str:
     """Of the bytes of a tensor's parts, one after the other."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

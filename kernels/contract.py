@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from dataclasses import asdict, dataclass
 
 import torch
@@ -43,21 +42,17 @@ class Contract:
     def of(cls, dtype: torch.dtype, device: torch.device, linear_route: str = "fma") -> Contract:
         import transformers
 
-        kernels = ops.backend(device)
+        trees = ops.backend(device).trees(device)
         mkl = f"oneMKL strict, MKL_CBWR={os.environ.get('MKL_CBWR')}, torch {torch.__version__}, {_cpu_name()}"
+        trees["linear"] = {"fma": trees["linear"], "mkl": mkl}.get(linear_route, linear_route)
         return cls(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
-            linear={"fma": "bias, then fp32 fma over ascending K", "mkl": mkl}.get(linear_route, linear_route),
-            attention=f"online softmax over key blocks of {kernels.BLOCK}, ascending; pairwise sums; fp32 weights",
-            norm="16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
-            activation="x / (1 + exp(-x)); exp: Taylor 7",
             rotary="fp32 angle, fp64 cos and sin rounded to fp32; applied by the model's code in the storage dtype",
-            logprob="fp32 logits / T; sum of exp in fp64 by groups of 256; log in fp64; one rounding to fp32",
             filters="top-k, top-p, min-p in this order as thresholds; ties kept",
             rounding="each op computes in fp32 and rounds once to the storage dtype; logits are not rounded",
             transformers=".".join(transformers.__version__.split(".")[:2]),
-            libm=" ".join(platform.libc_ver()) or platform.platform(terse=True),
+            **trees,
         )
 
     @property
@@ -113,6 +108,8 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
     if route == "mkl" and "STRICT" not in os.environ.get("MKL_CBWR", ""):
         raise NumericsError(f"linear_route='mkl' without oneMKL's strict mode. {_MKL_ADVICE}")
     generator = torch.Generator().manual_seed(0)
+    device = weights[0].panels.device if isinstance(weights[0], ops.PackedWeight) else weights[0].device
+    where = _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     seen = set()
     for weight in weights:
         if isinstance(weight, ops.PackedWeight):
@@ -123,9 +120,10 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
             continue
         seen.add((features, depth))
         x = torch.randn(19, depth, generator=generator) * torch.exp2(torch.randint(-8, 8, (19, 1), generator=generator))
+        x = x.to(device)
         if not _row_stable(lambda rows, w=weight: ops.linear(rows, w, None, route), x):
-            advice = _MKL_ADVICE if route == "mkl" else "Please report this CPU; there is no setting that mends it."
+            advice = _MKL_ADVICE if route == "mkl" else "Please report this device; there is no setting that mends it."
             raise NumericsError(
-                f"linear [{features}, {depth}] on this CPU ({_cpu_name()}) gives a row "
+                f"linear [{features}, {depth}] on this device ({where}) gives a row "
                 f"different bits in different batches (linear_route={route!r}). {advice}"
             )

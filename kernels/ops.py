@@ -1,17 +1,19 @@
 """The ops that decide a bit, as differentiable functions on tensors of any supported dtype.
 
-This file holds what is common to all backends: where values are widened to fp32 and rounded once, and the backward
-passes. A backend (`kernels/cpu`, and one module per further device type) supplies the forward kernels under the same
-names; callers never see which one runs.
+This file holds what is common to all backends: autograd, and the backward passes that are plain tensor code. A backend
+(`kernels/cpu`, `kernels/triton`) supplies the kernels under the same names: they take the storage dtype, compute in
+fp32 and round once. Callers never see which one runs.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
+BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 EXACT_ROUTES = ("fma", "mkl")  # and "torch", whose bits depend on the batch
 
 
@@ -40,12 +44,13 @@ class _NoContext:
 
 @cache
 def backend(device: torch.device) -> ModuleType:
-    """The kernels for a device. Raises NotImplementedError where there are none."""
-    if device.type == "cpu":
-        from . import cpu
-
-        return cpu
-    raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
+    """The kernels for a device. Raises NotImplementedError where there are none, RuntimeError with what is missing
+    where they can't run."""
+    if device.type not in BACKENDS:
+        raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
+    module = importlib.import_module(f".{BACKENDS[device.type]}", __package__)
+    module.check(device)
+    return module
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -70,61 +75,69 @@ class PackedWeight:
         return backend(self.panels.device).packed_rows(self.panels, index)
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, route: str) -> Tensor:
-    """x [rows, depth] -> fp32 [rows, features], not rounded to the storage dtype."""
-    x = x.detach().float().contiguous()
-    bias = None if bias is None else bias.detach().float()
+def _product(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, route: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """x [rows, depth] -> [rows, features], rounded once to `dtype`."""
+    x = x.detach()
+    bias = None if bias is None else bias.detach()
     if isinstance(weight, PackedWeight):
-        return backend(x.device).linear_packed(x, [(weight.memory, weight.features, bias)])[0]
-    weight = weight.detach().float()
-    if route != "fma":
-        return F.linear(x, weight, bias)
-    return backend(x.device).linear_unpacked(x, weight, bias)
+        return backend(x.device).linear_packed(x, [(weight.memory, weight.features, bias)], dtype)[0]
+    weight = weight.detach()
+    if route == "fma":
+        return backend(x.device).linear_unpacked(x, weight, bias, dtype)
+    wide = torch.float32 if x.device.type == "cpu" else x.dtype
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, route):
+    def forward(ctx, x, weight, bias, route, dtype):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _product(x, weight, bias, route).to(x.dtype)
+        return _product(x, weight, bias, route, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight = (t.detach() for t in ctx.saved_tensors)
         grad_x = grad_weight = grad_bias = None
+        kernels = backend(x.device)
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad, weight.t(), None, "fma").to(x.dtype)
+            grad_x = kernels.gradient_product(grad, weight.t(), x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = _product(grad.t(), x.t(), None, "fma").to(weight.dtype)
+            grad_weight = kernels.gradient_product(grad.t(), x.t(), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad.float().sum(0).to(weight.dtype)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, route: str = "fma") -> Tensor:
-    """x [..., depth] @ weight[features, depth].T + bias, in x's dtype: fp32 accumulation, one rounding.
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    route: str = "fma",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [..., depth] @ weight[features, depth].T + bias in `dtype` (None: x's): fp32 accumulation, one rounding.
 
-    route: "fma", our own chain of fused multiply-adds (any CPU); "mkl", torch's product with oneMKL in strict mode;
-    "torch", torch's product as it comes, whose bits depend on the batch: for comparisons.
+    route: "fma", our own fixed chains of multiply-adds (any CPU or GPU); "mkl", torch's product with oneMKL in strict
+    mode; "torch", torch's product as it comes, whose bits depend on the batch: for comparisons.
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, PackedWeight):
-        out = _product(rows, weight, bias, route).to(x.dtype)
+        out = _product(rows, weight, bias, route, dtype or x.dtype)
     else:
-        out = _apply(_Linear, rows, weight, bias, route)
+        out = _apply(_Linear, rows, weight, bias, route, dtype or x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None]) -> list[Tensor]:
     """`linear` of one x with each of up to three packed weights, in one launch: the same bits. For rollout only."""
-    rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
-    wide = [None if b is None else b.detach().float() for b in biases]
-    outs = backend(x.device).linear_packed(
-        rows, [(w.memory, w.features, b) for w, b in zip(weights, wide, strict=True)]
-    )
-    return [out.to(x.dtype).view(*x.shape[:-1], -1) for out in outs]
+    rows = x.detach().reshape(-1, x.shape[-1])
+    packed = [(w.memory, w.features, b) for w, b in zip(weights, biases, strict=True)]
+    outs = backend(x.device).linear_packed(rows, packed, x.dtype)
+    return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
 # --- row-wise ops ---------------------------------------------------------------------------------------------------
@@ -133,10 +146,9 @@ def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None])
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.detach().float().contiguous()
-        out, rstd = backend(x.device).rms_norm(wide, weight.detach().float(), eps)
+        out, rstd = backend(x.device).rms_norm(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, rstd)
-        return out.to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -165,8 +177,7 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx, gate, up, name):
         ctx.save_for_backward(gate, up)
         ctx.name = name
-        wide = [t.detach().float().contiguous() for t in (gate, up)]
-        return backend(gate.device).gated_activation(*wide, name).to(gate.dtype)
+        return backend(gate.device).gated_activation(gate.detach(), up.detach(), name)
 
     @staticmethod
     @once_differentiable
@@ -193,6 +204,22 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+class LayoutTensors(NamedTuple):
+    """A PagedLayout's arrays on a device, int32."""
+
+    items: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    table_starts: Tensor
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array as a tensor of a device, by a copy that nobody waits for; on a CPU, the array itself."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass
 class PagedLayout:
     """Which sequence and position each token of a packed batch has, and where its KV lives.
@@ -209,6 +236,21 @@ class PagedLayout:
     table_starts: np.ndarray
     items: np.ndarray
     pages: int | None = None
+    uploaded: LayoutTensors | None = field(default=None, repr=False)
+
+    def on(self, device: torch.device) -> LayoutTensors:
+        """The arrays as int32 tensors of a device: one copy, the first time."""
+        if self.uploaded is None:
+            arrays = self.items, self.positions, self.slots, self.tables, self.table_starts
+            flat = to_device(np.concatenate([a.reshape(-1) for a in arrays]), device)
+            parts = flat.split([a.size for a in arrays])
+            self.uploaded = LayoutTensors(*(p.view(a.shape) for p, a in zip(parts, arrays, strict=True)))
+        return self.uploaded
+
+    @property
+    def longest(self) -> int:
+        """All positions are below it."""
+        return int(self.positions.max(initial=-1)) + 1
 
     @classmethod
     def packed(
@@ -240,12 +282,11 @@ class PagedLayout:
 
 
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
-    """Writes k, v [T, kv_heads, D] to the cache, attends with q [T, heads, D]. Returns fp32 out and log-sum-exp."""
+    """Writes k, v [T, kv_heads, D] to the cache, attends with q [T, heads, D]. Returns out, in fp32 or q's dtype as
+    the backend has it, and the log-sum-exp, fp32 [T, heads]."""
     kernels = backend(q.device)
-    kernels.write_kv(k.detach().contiguous(), v.detach().contiguous(), layout.slots, *cache)
-    wide = q.detach().float().contiguous()
-    where = layout.items, layout.positions, layout.tables, layout.table_starts
-    return kernels.attention(wide, *cache, *where, scale, window)
+    kernels.write_kv(k.detach(), v.detach(), layout, *cache)
+    return kernels.attention(q.detach(), *cache, layout, scale, window)
 
 
 class _Attention(torch.autograd.Function):
@@ -253,7 +294,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, layout, scale, window):
         kernels = backend(q.device)
         assert layout.pages is not None, "this layout is of a batch in an engine's cache"
-        cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype)
+        cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype, k.device)
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lengths, ctx.scale, ctx.window = layout.lengths, scale, window
@@ -265,65 +306,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         assert not ctx.shared, "pages that sequences share have no backward"
         saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
-        q, k, v, out, lse = (t.float() for t in saved)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        sequence = torch.arange(len(ctx.lengths)).repeat_interleave(torch.tensor(ctx.lengths))
-        first = 0
-        for count in _backward_spans(ctx.lengths):
-            span = slice(first, first + count)
-            grad_q[span], grad_k[span], grad_v[span] = _attention_backward(
-                q[span], k[span], v[span], out[span], lse[span], grad[span].float(), sequence[span],
-                ctx.scale, ctx.window,
-            )  # fmt: skip
-            first += count
-        grads = (g.to(t.dtype) for g, t in zip((grad_q, grad_k, grad_v), saved, strict=False))
+        grads = backend(grad.device).attention_backward(*saved, grad, ctx.lengths, ctx.scale, ctx.window)
         return *grads, None, None, None
-
-
-def _backward_spans(lengths: list[int], limit: int = 128) -> Iterator[int]:
-    """Tokens of neighbouring sequences to take together, up to `limit`: short ones alone are many small products."""
-    span = 0
-    for length in lengths:
-        if span and span + length > limit:
-            yield span
-            span = 0
-        span += length
-    if span:
-        yield span
-
-
-def _attention_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
-    """Packed sequences, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order.
-
-    sequence: int64 [T], the sequence of each token."""
-    length, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-
-    def by_kv_head(t):  # [T, heads, x] -> [kv_heads, T * group, x]
-        return t.reshape(t.shape[0], kv_heads, group, -1).transpose(0, 1).flatten(1, 2)
-
-    keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    delta = (grad * out).sum(-1, keepdim=True)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
-        low = max(0, start - window + 1) if window else 0
-        seen = slice(low, stop)
-        queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])
-        row = torch.arange(start, stop).repeat_interleave(group)[:, None]
-        column = torch.arange(low, stop)
-        hidden = (column > row) | (sequence[column] != sequence[row])
-        if window:
-            hidden |= column <= row - window
-        weights = torch.exp(queries @ keys[:, seen].transpose(1, 2) * scale - by_kv_head(lse[start:stop, :, None]))
-        weights = weights.masked_fill(hidden, 0.0)
-        grad_v[:, seen] += weights.transpose(1, 2) @ upstream
-        grad_scores = weights * (upstream @ values[:, seen].transpose(1, 2) - by_kv_head(delta[start:stop])) * scale
-        grad_k[:, seen] += grad_scores.transpose(1, 2) @ queries
-        part = (grad_scores @ keys[:, seen]).unflatten(1, (stop - start, group))
-        grad_q[start:stop] = part.transpose(0, 1).reshape(stop - start, heads, dim)
-    return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, window: int = 0) -> Tensor:
@@ -363,17 +347,20 @@ class RowParams:
         )
 
 
-def distribution(logits: Tensor, params: RowParams, tokens: np.ndarray, seeds=None, samples=None, positions=None):
+def distribution(
+    logits: Tensor, params: RowParams, tokens: Tensor | np.ndarray, seeds=None, samples=None, positions=None
+):
     """(fields f64 [R, 4]: log-prob, entropy, log-sum-exp, argmax; thresholds fp32 [R]) of fp32 logits [R, V].
 
-    tokens int64 [R]: the token to score, or -1 to draw one (written in place) from the counter-based generator at
-    (seeds u64, samples i64, positions i64).
+    tokens int64 [R], a tensor beside the logits (or an array, on a CPU): the token to score, or -1 to draw one
+    (written in place) from the counter-based generator at (seeds u64, samples i64, positions i64).
     """
     rows = logits.shape[0]
     seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
     settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+    tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
     return backend(logits.device).distribution(logits, *settings, tokens, seeds, samples, positions)
 
 
@@ -384,7 +371,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk) or (0,):
             rows = slice(start, start + chunk)
             logits = _product(hidden[rows], weight, bias, route)
-            part, edge = distribution(logits, params[rows], targets[rows].numpy().copy())
+            part, edge = distribution(logits, params[rows], targets[rows].clone())
             fields.append(part)
             thresholds.append(edge)
         result, edges = torch.cat(fields), torch.cat(thresholds)
@@ -397,7 +384,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy, _):
-        hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
+        hidden, weight, bias, targets, fields, edges = (None if t is None else t.detach() for t in ctx.saved_tensors)
         kernels = backend(hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -406,6 +393,7 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             params = ctx.params[rows]
             temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
+            temperature = temperature.to(hidden.device)
             z = _product(hidden[rows], weight, bias, ctx.route).div_(temperature)  # in place: two such at a time
             for row, ids in enumerate(params.banned):
                 if ids:
@@ -421,9 +409,8 @@ class _TokenLogprobs(torch.autograd.Function):
             del p
             grad.scatter_add_(1, here, up)
             grad /= temperature
-            grad_hidden[rows] = _product(grad, weight.t(), None, "fma")
-            narrow = hidden[rows].detach().float()
-            kernels.linear_resume(grad.t().contiguous(), narrow.t(), grad_weight)
+            grad_hidden[rows] = kernels.gradient_product(grad, weight.t(), torch.float32)
+            kernels.linear_resume(grad.t(), hidden[rows].t(), grad_weight)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grads = grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)

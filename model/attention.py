@@ -17,7 +17,7 @@ def _layout_of(query: torch.Tensor, position_ids: torch.Tensor | None, group: in
     batch, tokens = query.shape[0], query.shape[2]
     if position_ids is None:
         return ops.PagedLayout.packed([tokens] * batch, group, query.device)
-    positions = position_ids.expand(batch, tokens).reshape(-1)
+    positions = position_ids.expand(batch, tokens).reshape(-1).cpu()
     starts = torch.cat((positions.new_tensor([0]), (positions.diff() != 1).nonzero().flatten() + 1))
     rows = torch.arange(0, batch * tokens, tokens)
     starts = torch.unique(torch.cat((starts, rows)))

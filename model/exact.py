@@ -75,7 +75,7 @@ class LMHead(ExactLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.request is None:
-            return ops.linear(x.float(), self.packed or self.weight, self.bias, self.route)
+            return ops.linear(x, self.packed or self.weight, self.bias, self.route, torch.float32)
         r = self.request
         hidden = x.reshape(-1, x.shape[-1])
         logprob, entropy, best = ops.token_logprobs(
@@ -265,7 +265,7 @@ def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool, linear_route
     for key, parameter in model.named_parameters():
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
-    ops.backend(model.device).warm_up(model.dtype)
+    ops.backend(model.device).warm_up(model.dtype, model.device)
     model = make_exact(model, exact, linear_route)
     if exact:
         probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)], linear_route)

@@ -46,7 +46,7 @@ def token_logprobs(
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.PagedLayout.packed(lengths, group, ids.device)
+    layout = ops.PagedLayout.packed(lengths, group, model.device)
     ends = torch.tensor(lengths).cumsum(0) - 1
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[ends] = False
@@ -58,7 +58,7 @@ def token_logprobs(
     index = predicts.nonzero().flatten()
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
     found = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens, index), chunk)
-    spread = (values.new_zeros(len(ids)).scatter(0, index + 1, values) for values in found)
+    spread = (values.new_zeros(len(ids)).scatter(0, (index + 1).to(values.device), values) for values in found)
     logprobs, entropies, best = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
     extras = [entropies] * return_entropy + [best] * return_argmax
     return (logprobs, *extras) if extras else logprobs
@@ -66,13 +66,14 @@ def token_logprobs(
 
 def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     assert head.request is None, "another thread is scoring with this model"
-    head.request = LogprobRequest(ids[index + 1], params, chunk)
+    device = model.device
+    head.request = LogprobRequest(ids[index + 1].to(device), params, chunk)
     try:
         out = model(
-            input_ids=ids[None],
-            position_ids=torch.from_numpy(layout.positions).long()[None],
+            input_ids=ids[None].to(device),
+            position_ids=layout.on(device).positions.long()[None],
             use_cache=False,
-            logits_to_keep=index,
+            logits_to_keep=index.to(device),
             layout=layout,
         )
     finally:
@@ -88,14 +89,15 @@ def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
         rows = [torch.as_tensor(s) for s in sequences]
         if any(len(r) and (r.is_floating_point() or r.is_complex() or r.dtype == torch.bool) for r in rows):
             raise TypeError("token ids must be integers")
-        return [r.long() for r in rows]
+        return [r.long().cpu() for r in rows]
+    sequences = sequences.cpu()
     if sequences.dim() != 2:
         raise ValueError(f"expected [B, T] token ids, got shape {list(sequences.shape)}")
     if attention_mask is None:
         return list(sequences)
     if attention_mask.shape != sequences.shape:
         raise ValueError(f"attention_mask {list(attention_mask.shape)} differs from {list(sequences.shape)}")
-    mask = attention_mask.bool()
+    mask = attention_mask.bool().cpu()
     starts = mask & ~mask.roll(1, 1)
     starts[:, 0] = mask[:, 0]
     if (starts.sum(1) > 1).any():
@@ -107,7 +109,7 @@ def _shaped(flat: Tensor, sequences, attention_mask: Tensor | None, lengths: lis
     if not isinstance(sequences, Tensor):
         return list(flat.split(lengths))
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    return flat.new_zeros(sequences.shape).masked_scatter(mask, flat)
+    return flat.new_zeros(sequences.shape).masked_scatter(mask.to(flat.device), flat)
 
 
 def _checked(prompt_lens: Sequence[int], lengths: list[int]) -> list[int]:

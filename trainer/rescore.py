@@ -56,10 +56,10 @@ def gradient_sketch(
     """
     head, vocab = _head(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(seed)
-    left = torch.randn(vocab, width, generator=generator) / width**0.5
-    right = torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5
+    left = (torch.randn(vocab, width, generator=generator) / width**0.5).to(model.device)
+    right = (torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5).to(model.device)
     for batch in _batches(model, rollouts, max_num_batched_tokens, True):
-        positions = torch.from_numpy(batch.layout.positions).long()[None]
+        positions = batch.layout.on(model.device).positions.long()[None]
         hidden = model.base_model(
             input_ids=batch.ids[None], position_ids=positions, use_cache=False, layout=batch.layout
         ).last_hidden_state[0]
@@ -119,7 +119,8 @@ def _packed(model, pairs: list[Pair], shared: list[int]) -> _Batch:
     ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
     index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    return _Batch(ids, counts, index, ops.PagedLayout.packed(lengths, group, ids.device, shared))
+    layout = ops.PagedLayout.packed(lengths, group, model.device, shared)
+    return _Batch(ids.to(model.device), counts, index.to(model.device), layout)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

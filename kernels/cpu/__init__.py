@@ -1,32 +1,53 @@
 """The CPU backend behind `samebits.kernels.ops`: fp32 arithmetic on fp32, bf16 or fp16 storage."""
 
+import platform
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
+from .attention_backward import attention_backward
 from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary_tables
 from .jit import storage
-from .linear import linear_packed, linear_resume, linear_unpacked, pack, packed_rows
+from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, packed_rows
 from .sampling import distribution
 
 
-def warm_up(dtype: torch.dtype) -> None:
+def check(device: torch.device) -> None:
+    """Any CPU will do."""
+
+
+def trees(device: torch.device) -> dict[str, str]:
+    """What of the numerics contract these kernels decide."""
+    return {
+        "linear": "bias, then fp32 fma over ascending K",
+        "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
+        "norm": "16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
+        "activation": "x / (1 + exp(-x)); exp: Taylor 7",
+        "logprob": "fp32 logits / T; sum of exp in fp64 by groups of 256; log in fp64; one rounding to fp32",
+        "libm": " ".join(platform.libc_ver()) or platform.platform(terse=True),
+    }
+
+
+def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     """Compiles every forward kernel for a storage dtype, or loads it from the cache; a bar shows when that is long."""
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype)
+    layout = SimpleNamespace(slots=zeros, items=work_items([1], 1), positions=zeros, tables=zeros, table_starts=zeros)
     kv = torch.zeros(1, 1, 16, dtype=dtype)
     one = np.ones(1)
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
-    draw = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     calls = (
         lambda: linear_packed(x, [(storage(pack(x.to(dtype))), 1, None)]),
         lambda: linear_unpacked(x, x, None),
         lambda: rms_norm(x, x[0], 1e-5),
         lambda: gated_activation(x, x, "silu"),
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
-        lambda: write_kv(kv, kv, zeros, *cache),
-        lambda: attention(x[None], *cache, work_items([1], 1), zeros, zeros, zeros, 1.0, 0),
+        lambda: write_kv(kv, kv, layout, *cache),
+        lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: distribution(x, *row, *draw),  # type: ignore[call-arg]
     )
     for call in tqdm(calls, desc="Compiling kernels (once a machine)", unit="kernel", delay=2):
@@ -37,8 +58,11 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "attention",
+    "attention_backward",
+    "check",
     "distribution",
     "gated_activation",
+    "gradient_product",
     "linear_packed",
     "linear_resume",
     "linear_unpacked",
@@ -48,6 +72,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "storage",
+    "trees",
     "warm_up",
     "work_items",
     "write_kv",

@@ -129,16 +129,18 @@ def _write_kv(k, v, slots, k_cache, v_cache):
                 v_cache[page, h, offset, j] = v[t, h, j]
 
 
-def new_kv_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def new_kv_cache(
+    pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty pages: nothing is read before it was written, so memory is touched only as it fills."""
     k_cache = torch.empty(pages, kv_heads, head_dim, BLOCK, dtype=dtype)
     v_cache = torch.empty(pages, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype)
     return k_cache, v_cache
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] in the cache's dtype; slot = page * BLOCK + offset, int32 [T]."""
-    _write_kv(storage(k), storage(v), slots, storage(k_cache), storage(v_cache))
+def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """k, v [T, kv_heads, head_dim] in the cache's dtype."""
+    _write_kv(storage(k.contiguous()), storage(v.contiguous()), layout.slots, storage(k_cache), storage(v_cache))
 
 
 def work_items(lengths, group: int) -> np.ndarray:
@@ -151,16 +153,15 @@ def work_items(lengths, group: int) -> np.ndarray:
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale: float, window: int):
-    """q [T, heads, head_dim] fp32 -> out [T, heads, head_dim] fp32, log-sum-exp [T, heads] fp32.
+def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
+    """q [T, heads, head_dim] -> out [T, heads, head_dim] fp32, log-sum-exp [T, heads] fp32.
 
-    `items` from `work_items`; positions int32 [T]; page j of sequence i is tables[table_starts[i] + j];
     window: keys a row sees, itself included; 0 is all.
     """
+    q = q.float().contiguous()
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     caches = storage(k_cache), storage(v_cache)
     programs = torch.get_num_threads()
-    _attention(
-        q.numpy(), *caches, items, positions, tables, table_starts, scale, window, out.numpy(), lse.numpy(), programs
-    )
+    where = layout.items, layout.positions, layout.tables, layout.table_starts
+    _attention(q.numpy(), *caches, *where, scale, window, out.numpy(), lse.numpy(), programs)
     return out, lse

@@ -124,17 +124,19 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight * (x * rstd) and rstd = 1 / sqrt(mean(x^2) + eps): x [rows, width] fp32 -> [rows, width], [rows]."""
-    out, rstd = torch.empty_like(x), x.new_empty(x.shape[0])
-    _rms_norm(x.numpy(), storage(weight), eps, out.numpy(), rstd.numpy())
-    return out, rstd
+    """weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
+    wide = x.float().contiguous()
+    out, rstd = torch.empty_like(wide), wide.new_empty(x.shape[0])
+    _rms_norm(wide.numpy(), storage(weight.float()), eps, out.numpy(), rstd.numpy())
+    return out.to(x.dtype), rstd
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """activation(gate) * up for [rows, width] fp32; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
-    out = torch.empty_like(gate)
-    _gated(gate.numpy(), up.numpy(), ACTIVATIONS.index(name), out.numpy())
-    return out
+    """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
+    wide, wide_up = gate.float().contiguous(), up.float().contiguous()
+    out = torch.empty_like(wide)
+    _gated(wide.numpy(), wide_up.numpy(), ACTIVATIONS.index(name), out.numpy())
+    return out.to(gate.dtype)
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

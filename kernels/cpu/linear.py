@@ -87,14 +87,19 @@ def packed_rows(panels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _start(bias: torch.Tensor | None) -> np.ndarray:
-    return _NO_BIAS if bias is None else storage(bias)
+    return _NO_BIAS if bias is None else storage(bias.float())
 
 
-def linear_packed(x: torch.Tensor, weights: list[tuple[np.ndarray, int, torch.Tensor | None]]) -> list[torch.Tensor]:
-    """fp32 [rows, features] = bias + x @ weight.T for each of up to three weights, in one launch.
+def linear_packed(
+    x: torch.Tensor,
+    weights: list[tuple[np.ndarray, int, torch.Tensor | None]],
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """bias + x @ weight.T, [rows, features] in `dtype`, for each of up to three weights, in one launch.
 
-    x [rows, depth] fp32; weights: (`storage` of panels from `pack`, features, bias fp32 or None).
+    x [rows, depth]; weights: (`storage` of panels from `pack`, features, bias or None).
     """
+    x = x.float().contiguous()
     outs = [x.new_empty(x.shape[0], features) for _, features, _ in weights]
     panels = [p for p, _, _ in weights]
     none = 3 - len(weights)
@@ -103,16 +108,25 @@ def linear_packed(x: torch.Tensor, weights: list[tuple[np.ndarray, int, torch.Te
         *[_start(bias) for *_, bias in weights], *[_NO_BIAS] * none,
         *[out.numpy() for out in outs], *[_NO_OUT] * none,
     )  # fmt: skip
-    return outs
+    return [out.to(dtype) for out in outs]
 
 
-def linear_unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [rows, features] = bias + x @ weight.T; x [rows, depth] fp32, weight [features, depth] fp32, any strides."""
+def linear_unpacked(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """bias + x @ weight.T, [rows, features] in `dtype`; x [rows, depth], weight [features, depth] of any strides."""
+    x = x.float().contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _linear_unpacked(x.numpy(), storage(weight), _start(bias), False, out.numpy())
-    return out
+    _linear_unpacked(x.numpy(), storage(weight.float()), _start(bias), False, out.numpy())
+    return out.to(dtype)
+
+
+def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ weight.T in `dtype`, for a backward pass."""
+    return linear_unpacked(x, weight, None, dtype)
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out += x @ weight.T in place: the chains go on from what `out` holds."""
-    _linear_unpacked(x.numpy(), storage(weight), _NO_BIAS, True, out.numpy())
+    """out += x @ weight.T in place, fp32: the chains go on from what `out` holds."""
+    wide = x.float().contiguous()
+    _linear_unpacked(wide.numpy(), storage(weight.float()), _NO_BIAS, True, out.numpy())

@@ -220,10 +220,10 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
     """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V].
 
     Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
-    list of token-id lists, tokens i64 (-1: draw one, written in place), and the draw's seed u64, sample i64,
-    position i64. Returns fields f64 [R, 4] = (log-prob of the token, entropy, log-sum-exp, most likely token, or -1
-    where one was drawn by chance) and thresholds f32 [R]: a token is in the distribution if its tempered logit reaches
-    the threshold. NaN where a row holds a non-finite logit.
+    list of token-id lists, and the draw's seed u64, sample i64, position i64. tokens: int64 tensor (-1: draw one,
+    written in place). Returns fields f64 [R, 4] = (log-prob of the token, entropy, log-sum-exp, most likely token, or
+    -1 where one was drawn by chance) and thresholds f32 [R]: a token is in the distribution if its tempered logit
+    reaches the threshold. NaN where a row holds a non-finite logit.
     """
     starts = np.zeros(len(banned) + 1, np.int64)
     np.cumsum([len(b) for b in banned], out=starts[1:])
@@ -231,7 +231,7 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
     rows = logits.shape[0]
     fields, thresholds = logits.new_empty(rows, 4, dtype=torch.float64), logits.new_empty(rows)
     _distribution(
-        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens, seeds, samples, positions,
-        fields.numpy(), thresholds.numpy(),
+        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens.numpy(), seeds, samples,
+        positions, fields.numpy(), thresholds.numpy(),
     )  # fmt: skip
     return fields, thresholds

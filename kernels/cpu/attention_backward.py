@@ -1,0 +1,69 @@
+"""Gradients of blocked attention, as plain tensor code in fp32: a fixed order, and products that fit the cache."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
+    """Gradients of q [T, heads, D], k and v [T, kv_heads, D], in their dtypes, for packed sequences."""
+    dtypes = q.dtype, k.dtype, v.dtype
+    q, k, v, out, lse, grad = (t.float() for t in (q, k, v, out, lse, grad))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    first = 0
+    for count in _spans(lengths):
+        span = slice(first, first + count)
+        parts = _span_backward(
+            q[span], k[span], v[span], out[span], lse[span], grad[span], sequence[span], scale, window
+        )
+        for whole, part in zip(grads, parts, strict=True):
+            whole[span] = part
+        first += count
+    return tuple(g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+
+
+def _spans(lengths: Sequence[int], limit: int = 128) -> Iterator[int]:
+    """Tokens of neighbouring sequences to take together, up to `limit`: short ones alone are many small products."""
+    span = 0
+    for length in lengths:
+        if span and span + length > limit:
+            yield span
+            span = 0
+        span += length
+    if span:
+        yield span
+
+
+def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
+    """Packed sequences, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order.
+
+    sequence: int64 [T], the sequence of each token."""
+    length, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+
+    def by_kv_head(t):  # [T, heads, x] -> [kv_heads, T * group, x]
+        return t.reshape(t.shape[0], kv_heads, group, -1).transpose(0, 1).flatten(1, 2)
+
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        low = max(0, start - window + 1) if window else 0
+        seen = slice(low, stop)
+        queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])
+        row = torch.arange(start, stop).repeat_interleave(group)[:, None]
+        column = torch.arange(low, stop)
+        hidden = (column > row) | (sequence[column] != sequence[row])
+        if window:
+            hidden |= column <= row - window
+        weights = torch.exp(queries @ keys[:, seen].transpose(1, 2) * scale - by_kv_head(lse[start:stop, :, None]))
+        weights = weights.masked_fill(hidden, 0.0)
+        grad_v[:, seen] += weights.transpose(1, 2) @ upstream
+        grad_scores = weights * (upstream @ values[:, seen].transpose(1, 2) - by_kv_head(delta[start:stop])) * scale
+        grad_k[:, seen] += grad_scores.transpose(1, 2) @ queries
+        part = (grad_scores @ keys[:, seen]).unflatten(1, (stop - start, group))
+        grad_q[start:stop] = part.transpose(0, 1).reshape(stop - start, heads, dim)
+    return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1)

@@ -1,0 +1,135 @@
+"""The Triton backend behind `samebits.kernels.ops`: NVIDIA GPUs, bf16, fp16 or fp32 (IEEE) storage.
+
+Nothing here waits for the GPU. Kernels are compiled at their first use, once a machine.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+except ImportError as error:
+    raise RuntimeError("GPU kernels need Triton: pip install 'samebits[gpu]'") from error
+
+from . import attention as _paged
+from .attention import BLOCK, attention_backward, new_kv_cache, work_items
+from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary, rotary_tables
+from .launch import INTERPRETED
+from .linear import FULL_WIDTH, MIN_CHUNK, products
+from .sampling import distribution
+
+_OLDEST = 8, 0
+
+
+def check(device: torch.device) -> None:
+    """RuntimeError with what is missing, unless kernels can run on the device."""
+    if INTERPRETED:
+        return
+    if not torch.cuda.is_available():
+        raise RuntimeError("device 'cuda': torch sees no NVIDIA GPU (torch.cuda.is_available() is False); use 'cpu'")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 (Ampere) is needed")
+
+
+def trees(device: torch.device) -> dict[str, str]:
+    """What of the numerics contract these kernels decide."""
+    gpu = "interpreter" if INTERPRETED else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return {
+        "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), each "
+        "a chain from 0; chunks ascending, then the bias, in fp32",
+        "attention": f"online softmax over key blocks of {BLOCK} in segments of {_paged.SEGMENT}, merged ascending; "
+        "sums by the matrix unit; weights in the storage dtype",
+        "norm": "one program a row, block and warps by its width; 1/sqrt; weight * (x * rstd)",
+        "activation": "x * sigmoid, by exp(-|x|)",
+        "logprob": "fp32 logits / T; sum of exp in fp64 by interleaved chains; log in fp64; one rounding to fp32",
+        "libm": f"triton {triton.__version__}, {gpu}",
+    }
+
+
+def warm_up(dtype: torch.dtype, device: torch.device) -> None:
+    """Kernels are compiled when they are first needed, for the shapes of the model."""
+
+
+def storage(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight [features, depth]: the kernels read it as it is."""
+    return weight.detach().clone(memory_format=torch.contiguous_format)
+
+
+def packed_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return weight[rows]
+
+
+def linear_packed(
+    x: torch.Tensor,
+    weights: list[tuple[torch.Tensor, int, torch.Tensor | None]],
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch."""
+    return products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
+
+
+def linear_unpacked(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """x @ weight.T + bias, [rows, features] in `dtype`; x [rows, depth], weight [features, depth]."""
+    return products(x.to(weight.dtype), [weight], [bias], dtype)[0]
+
+
+def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ weight.T in `dtype` with weight's precision, by cuBLAS: the same bits from run to run, which is enough for a
+    backward pass."""
+    x = x.to(weight.dtype)
+    if dtype == x.dtype or x.device.type == "cpu":
+        return (x @ weight.t()).to(dtype)
+    return torch.mm(x, weight.t(), out_dtype=dtype)
+
+
+def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out += x @ weight.T in place, fp32 sums of products in weight's precision."""
+    out += gradient_product(x, weight, out.dtype)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """k, v [T, kv_heads, head_dim] in the cache's dtype."""
+    _paged.write_kv(k, v, layout.on(k.device).slots, k_cache, v_cache)
+
+
+def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
+    """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp [T, heads] fp32."""
+    at = layout.on(q.device)
+    small = _paged.num_small(layout.lengths, q.shape[1] // k_cache.shape[1])
+    where = at.items, at.positions, at.tables, at.table_starts
+    return _paged.attention(q, k_cache, v_cache, *where, scale, window, small, layout.longest)
+
+
+__all__ = [
+    "ACTIVATIONS",
+    "BLOCK",
+    "attention",
+    "attention_backward",
+    "check",
+    "distribution",
+    "gated_activation",
+    "gradient_product",
+    "linear_packed",
+    "linear_resume",
+    "linear_unpacked",
+    "new_kv_cache",
+    "pack",
+    "packed_rows",
+    "rms_norm",
+    "rotary",
+    "rotary_tables",
+    "storage",
+    "trees",
+    "warm_up",
+    "work_items",
+    "write_kv",
+]

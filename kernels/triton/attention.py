@@ -1,0 +1,377 @@
+"""Blocked causal attention over a paged KV cache: one tree for decode, chunk, prefill and trainer.
+
+The tree, for one query row: key blocks of BLOCK keys at absolute positions 0, BLOCK, 2 BLOCK ..., ascending, joined by
+the online softmax (Milakov & Gimelshein, 2018) within segments of SEGMENT keys; segments are merged ascending. So few
+rows with long contexts can give their segments to many programs, and long prompts walk them in one: the same bits.
+Sums over keys are products of the matrix unit, a row's own sum of weights too (with a column of ones), since their
+order does not depend on the tile; a maximum has no order. A masked key has weight 0 and leaves its row as it was, so
+rows of any positions may share a tile.
+
+A KV page is one block: k_cache, v_cache [pages, kv_heads, BLOCK, head_dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch, multiprocessors, shared_memory, wgmma
+from .linear import scratch
+
+BLOCK = 64
+SEGMENT = 512
+_SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
+_LARGE_ROWS = 64
+_LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
+_MASKED = tl.constexpr(-3.0e38)  # finite: two of them differ by 0
+
+
+@triton.jit
+def _merge(m, l, o, m_new, l_new, o_new):
+    """Joins two partial softmaxes. m: maximum, base 2; l: sum of weights; o: weighted values, all [rows, ...]."""
+    most = tl.maximum(m, m_new)
+    a, b = tl.exp2(m - most), tl.exp2(m_new - most)
+    return most, l * a + l_new * b, o * a[:, None] + o_new * b[:, None]
+
+
+@triton.jit
+def _segment(
+    q, k_cache, v_cache, table, head, kv_heads, here, last, begin, end, scale, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of rows at positions `here` over key blocks [begin, end). l comes in 16 equal columns."""
+    d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    inside = d < DIM
+    ones = tl.full((BLOCK, 16), 1.0, v_cache.dtype.element_ty)
+    m = tl.full((BLOCK_M,), _MASKED, tl.float32)
+    l = tl.zeros((BLOCK_M, 16), tl.float32)
+    o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table + block).to(tl.int64)
+        place = ((page * kv_heads + head) * BLOCK + keys)[:, None] * DIM + d[None, :]
+        position = block * BLOCK + keys
+        k = tl.load(k_cache + place, mask=inside[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = position[None, :] <= here[:, None]
+        if window > 0:
+            seen = seen & (position[None, :] > here[:, None] - window)
+        s = tl.where(seen, s, _MASKED)
+        most = tl.maximum(m, tl.max(s, 1))
+        weights = tl.where(seen, tl.exp2(s - most[:, None]), 0.0).to(v_cache.dtype.element_ty)
+        factor = tl.exp2(m - most)
+        v = tl.load(v_cache + place, mask=inside[None, :] & (position <= last)[:, None], other=0.0)
+        l = tl.dot(weights, ones, l * factor[:, None], input_precision="ieee")
+        o = tl.dot(weights, v, o * factor[:, None], input_precision="ieee")
+        m = most
+    return m, tl.max(l, 1), o
+
+
+@triton.jit
+def _store(out, lse, token, h, row_mask, m, l, o, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    place = token.to(tl.int64) * heads + h
+    o = o / l[:, None] + 0.0  # + 0: a masked key may have turned -0 into +0
+    tl.store(
+        out + place[:, None] * DIM + d[None, :], o.to(out.dtype.element_ty), mask=row_mask[:, None] & (d < DIM)[None, :]
+    )
+    tl.store(lse + place, (m + tl.log2(l)) * 0.6931471805599453, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["rows", "segments", "window"])
+def _attention(
+    q, k_cache, v_cache, items, positions, tables, table_starts, out, lse, parts,
+    stride_t, stride_h, heads, kv_heads, rows, segments, scale, window,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    item, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
+    table = tables + tl.load(table_starts + tl.load(items + 3 * item + 2))
+    group = heads // kv_heads
+    position = tl.load(positions + first)
+    last = position + count - 1
+    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row_mask = r < count * group
+    token, h, here = first + r // group, head * group + r % group, position + r // group
+    address = q + token.to(tl.int64)[:, None] * stride_t + h[:, None] * stride_h + d[None, :]
+    queries = tl.load(address, mask=row_mask[:, None] & (d < DIM)[None, :], other=0.0)
+    begin, end = 0, last // BLOCK + 1
+    if window > 0:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK
+    if SPLIT:
+        rows_here = (item * kv_heads + head).to(tl.int64) * rows + r
+        for segment in range(begin // PER_SEGMENT + tl.program_id(2), tl.cdiv(end, PER_SEGMENT), tl.num_programs(2)):
+            low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
+            m, l, o = _segment(
+                queries, k_cache, v_cache, table, head, kv_heads, here, last, low, high, scale, window,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
+            )  # fmt: skip
+            place = parts + (rows_here * segments + segment) * (BLOCK_D + 2)
+            tl.store(place[:, None] + d[None, :], o, mask=row_mask[:, None])
+            tl.store(place + BLOCK_D, m, mask=row_mask)
+            tl.store(place + BLOCK_D + 1, l, mask=row_mask)
+    else:
+        m = tl.full((BLOCK_M,), _MASKED, tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+        o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for segment in range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT)):
+            low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
+            m_new, l_new, o_new = _segment(
+                queries, k_cache, v_cache, table, head, kv_heads, here, last, low, high, scale, window,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
+            )  # fmt: skip
+            m, l, o = _merge(m, l, o, m_new, l_new, o_new)
+        _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["rows", "segments", "window"])
+def _merge_segments(
+    items, positions, out, lse, parts, heads, kv_heads, rows, segments, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Merges one row's segments, ascending."""
+    item, head, row = tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
+    first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
+    group = heads // kv_heads
+    position = tl.load(positions + first)
+    begin, end = 0, (position + count - 1) // BLOCK + 1
+    if window > 0:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK
+    r, d = row + tl.arange(0, 1), tl.arange(0, BLOCK_D)
+    row_mask = r < count * group
+    m = tl.full((1,), _MASKED, tl.float32)
+    l = tl.zeros((1,), tl.float32)
+    o = tl.zeros((1, BLOCK_D), tl.float32)
+    base = ((item * kv_heads + head).to(tl.int64) * rows + r) * segments
+    for segment in range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT)):
+        place = parts + (base + segment) * (BLOCK_D + 2)
+        o_new = tl.load(place[:, None] + d[None, :], mask=row_mask[:, None], other=0.0)
+        m_new = tl.load(place + BLOCK_D, mask=row_mask, other=0.0)
+        l_new = tl.load(place + BLOCK_D + 1, mask=row_mask, other=1.0)
+        m, l, o = _merge(m, l, o, m_new, l_new, o_new)
+    _store(out, lse, first + r // group, head * group + r % group, row_mask, m, l, o, heads, DIM, BLOCK_D)
+
+
+@triton.jit
+def _write_kv(
+    k, v, slots, k_cache, v_cache, stride_k, stride_v, kv_heads,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    mask = d < tl.where(slot >= 0, DIM, 0)  # padding has no slot
+    place = ((slot // BLOCK * kv_heads + head) * BLOCK + slot % BLOCK) * DIM + d
+    tl.store(k_cache + place, tl.load(k + token * stride_k + head * DIM + d, mask=mask), mask=mask)
+    tl.store(v_cache + place, tl.load(v + token * stride_v + head * DIM + d, mask=mask), mask=mask)
+
+
+def _width(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def new_kv_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    """Empty pages: nothing is read before it was written, but for masked keys."""
+    shape = pages, kv_heads, BLOCK, head_dim
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+
+
+def _rows_dense(t: torch.Tensor) -> torch.Tensor:
+    """[T, heads, D] whose heads lie side by side; the stride from token to token is free."""
+    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+
+
+def write_kv(k, v, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """k, v [T, kv_heads, head_dim] in the cache's dtype; slot = page * BLOCK + offset, int32 [T]; -1: nothing."""
+    k, v = _rows_dense(k), _rows_dense(v)
+    tokens, kv_heads, dim = k.shape
+    launch(
+        _write_kv, (tokens, kv_heads), k, v, slots, k_cache, v_cache, k.stride(0), v.stride(0), kv_heads,
+        DIM=dim, BLOCK_D=_width(dim), BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip
+
+
+def work_items(lengths: Sequence[int], group: int) -> np.ndarray:
+    """[n, 3] int32 rows (first token, tokens, sequence): runs of query tokens that share a tile; small ones first."""
+    small, large, first = [], [], 0
+    for sequence, length in enumerate(lengths):
+        if length * group <= _SMALL_ROWS:
+            small.append((first, length, sequence))
+        else:
+            step = max(1, _LARGE_ROWS // group)
+            large += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
+        first += length
+    return np.array(small + large, np.int32).reshape(-1, 3)
+
+
+def num_small(lengths: Sequence[int], group: int) -> int:
+    """How many of the first `work_items` are small."""
+    return sum(length * group <= _SMALL_ROWS for length in lengths)
+
+
+def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -> int:
+    """Programs that share a small item's segments: a schedule."""
+    return max(1, min(segments, -(-2 * multiprocessors(device) // (items * kv_heads))))
+
+
+def attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    items: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, table_starts: torch.Tensor,
+    scale: float, window: int, small: int, longest: int, splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp fp32 [T, heads].
+
+    items from `work_items`, `small` of them small; positions int32 [T]; page j of sequence i is
+    tables[table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest: positions are below it.
+    splits: the schedule of small items; None chooses.
+    """
+    q = q if q.stride(2) == 1 else q.contiguous()
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    group, width = heads // kv_heads, _width(dim)
+    out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads), dtype=torch.float32)
+    segments, large = -(-longest // SEGMENT), items.shape[0] - small
+    shape: dict = dict(DIM=dim, BLOCK_D=width, BLOCK=BLOCK, PER_SEGMENT=SEGMENT // BLOCK)
+    wide = q.element_size() == 4
+
+    def tiles(items, block_m, splits, rows, parts, **options):
+        launch(
+            _attention, (items.shape[0], kv_heads, splits),
+            q, k_cache, v_cache, items, positions, tables, table_starts, out, lse, parts,
+            q.stride(0), q.stride(1), heads, kv_heads, rows, segments, scale * _LOG2E, window,
+            SPLIT=splits > 1, BLOCK_M=block_m, **shape, **options,
+        )  # fmt: skip
+
+    if small:
+        rows = max(_SMALL_ROWS // group * group, group)
+        splits = splits or num_splits(small, kv_heads, segments, q.device)
+        size = small * kv_heads * rows * segments * (width + 2)
+        parts = scratch(q.device, torch.float32, size if splits > 1 else 1)
+        warps = 8 if wide and width > 64 else 4
+        tiles(items[:small], _SMALL_ROWS, splits, rows, parts, STAGES=2 if wide else 3, num_warps=warps)
+        if splits > 1:
+            launch(
+                _merge_segments, (small, kv_heads * rows),
+                items, positions, out, lse, parts, heads, kv_heads, rows, segments, window, **shape, num_warps=1,
+            )  # fmt: skip
+    if large:
+        block_m = max(_LARGE_ROWS, triton.next_power_of_2(group))
+        warps = 16 if wide and width > 64 else 8 if wide or block_m > 64 or (width > 64 and not wgmma(q.device)) else 4
+        tiles(items[small:], block_m, 1, 0, lse, STAGES=1 if wide else 2, num_warps=warps)
+    return out, lse
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weights_and_grads(q, k, v, grad, lse, delta, row, column, scale, window):
+    """Of a tile [rows, columns]: attention weights, and gradients of the scores (Dao et al., 2022, section B.2)."""
+    seen = column[None, :] <= row[:, None]
+    if window > 0:
+        seen = seen & (column[None, :] > row[:, None] - window)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+    p = tl.where(seen, tl.exp2(s - (lse * 1.4426950408889634)[:, None]), 0.0)
+    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+    return p, p * (dp - delta[:, None]) * scale
+
+
+@triton.jit
+def _rows_of(t, token, h, heads, mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    address = t + (token.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
+    return tl.load(address, mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _grad_q(
+    q, k, v, grad, lse, delta, out, blocks, heads, kv_heads, scale, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of a head; keys ascending. blocks [n, 3]: first token, the sequence's first and end."""
+    block, h = tl.program_id(0), tl.program_id(1)
+    first, start, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1), tl.load(blocks + 3 * block + 2)
+    kv_head = h // (heads // kv_heads)
+    row = first + tl.arange(0, TILE)
+    row_mask = row < end
+    queries = _rows_of(q, row, h, heads, row_mask, DIM, BLOCK_D)
+    upstream = _rows_of(grad, row, h, heads, row_mask, DIM, BLOCK_D)
+    row_lse = tl.load(lse + row * heads + h, mask=row_mask, other=0.0)
+    row_delta = tl.load(delta + row * heads + h, mask=row_mask, other=0.0)
+    acc = tl.zeros((TILE, BLOCK_D), tl.float32)
+    low = start
+    if window > 0:
+        low = start + tl.maximum(first - start - window + 1, 0) // TILE * TILE
+    for begin in range(low, tl.minimum(first + TILE, end), TILE):
+        column = begin + tl.arange(0, TILE)
+        keys = _rows_of(k, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
+        values = _rows_of(v, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
+        _, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
+        acc = tl.dot(ds.to(k.dtype.element_ty), keys, acc, input_precision="ieee")
+    d = tl.arange(0, BLOCK_D)
+    address = out + (row.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
+    tl.store(address, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["window"])
+def _grad_kv(
+    q, k, v, grad, lse, delta, out_k, out_v, blocks, heads, kv_heads, scale, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys of a KV head; the group's heads, then queries ascending: no atomics, one order."""
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 2)
+    group = heads // kv_heads
+    column = first + tl.arange(0, TILE)
+    column_mask = column < end
+    keys = _rows_of(k, column, kv_head, kv_heads, column_mask, DIM, BLOCK_D)
+    values = _rows_of(v, column, kv_head, kv_heads, column_mask, DIM, BLOCK_D)
+    acc_k = tl.zeros((TILE, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((TILE, BLOCK_D), tl.float32)
+    stop = end
+    if window > 0:
+        stop = tl.minimum(end, first + TILE + window - 1)
+    for h in range(kv_head * group, (kv_head + 1) * group):
+        for begin in range(first, stop, TILE):
+            row = begin + tl.arange(0, TILE)
+            row_mask = row < end
+            queries = _rows_of(q, row, h, heads, row_mask, DIM, BLOCK_D)
+            upstream = _rows_of(grad, row, h, heads, row_mask, DIM, BLOCK_D)
+            row_lse = tl.load(lse + row * heads + h, mask=row_mask, other=0.0)
+            row_delta = tl.load(delta + row * heads + h, mask=row_mask, other=0.0)
+            p, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
+            acc_v = tl.dot(tl.trans(p).to(q.dtype.element_ty), upstream, acc_v, input_precision="ieee")
+            acc_k = tl.dot(tl.trans(ds).to(q.dtype.element_ty), queries, acc_k, input_precision="ieee")
+    d = tl.arange(0, BLOCK_D)
+    address = (column.to(tl.int64) * kv_heads + kv_head)[:, None] * DIM + d[None, :]
+    mask = column_mask[:, None] & (d < DIM)[None, :]
+    tl.store(out_k + address, acc_k.to(out_k.dtype.element_ty), mask=mask)
+    tl.store(out_v + address, acc_v.to(out_v.dtype.element_ty), mask=mask)
+
+
+def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
+    """Gradients of q, k and v in their dtype, for packed sequences [T, heads, D]; the same bits from run to run."""
+    q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
+    _, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    delta = (grad.float() * out.float()).sum(-1)
+    wide, width = q.element_size() == 4, _width(dim)
+    tile = 64 if not wide else 32 if width <= 64 else 16
+    ends = np.cumsum(lengths)
+    blocks = np.array(
+        [(first, end - n, end) for n, end in zip(lengths, ends, strict=True) for first in range(end - n, end, tile)],
+        np.int32,
+    ).reshape(-1, 3)
+    where = torch.from_numpy(blocks).to(q.device)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    common = (where, heads, kv_heads, scale, window)
+    stages = 2 if shared_memory(q.device) >= 160_000 else 1
+    warps = 8 if width > 64 or wide else 4
+    shape: dict = dict(DIM=dim, BLOCK_D=width, TILE=tile, num_warps=warps, num_stages=stages)
+    launch(_grad_q, (len(blocks), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
+    launch(_grad_kv, (len(blocks), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
+    return grads

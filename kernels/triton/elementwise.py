@@ -1,0 +1,113 @@
+"""RMSNorm, gated activations, rotary embeddings: fp32 inside (rotary angles fp64), one rounding to the storage dtype.
+
+A norm's row is summed by one program whose block and warps follow from its width alone, so its tree does too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import aligned, launch
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+_TILE = 1024
+
+
+@triton.jit
+def _rms_norm(x, weight, out, rstd, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    mask = j < width
+    values = tl.load(x + row * width + j, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(values * values, 0) / width
+    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    scaled = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32) * (values * scale)
+    tl.store(out + row * width + j, scaled.to(out.dtype.element_ty), mask=mask)
+    tl.store(rstd + row, scale)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight * (x * rstd) in x's dtype and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
+    x = aligned(x)
+    rows, width = x.shape
+    out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // 512, 1), 16)
+    launch(_rms_norm, (rows,), x, aligned(weight.detach()), out, rstd, width, eps, BLOCK=block, num_warps=warps)
+    return out, rstd
+
+
+@triton.jit
+def _sigmoid(x):
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _gated(gate, up, out, size, KIND: tl.constexpr, TILE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = i < size
+    x = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
+    if KIND == 0:
+        y = x * _sigmoid(x)
+    elif KIND == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # 1 + tanh(u) = 2 sigmoid(2u) (Hendrycks & Gimpel, 2016)
+        y = x * _sigmoid(2.0 * (0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    y = y * tl.load(up + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+    """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out, size = torch.empty_like(gate), gate.numel()
+    launch(_gated, (-(-size // _TILE),), gate, up, out, size, KIND=ACTIVATIONS.index(name), TILE=_TILE, num_warps=4)
+    return out
+
+
+def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin fp32 [T, 2 F] of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
+    angle = (positions.float()[:, None] * inv_freq[None, :]).double()
+    return tuple((f(angle) * scaling).float().repeat(1, 2) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+
+@triton.jit
+def _rotary(q, k, cos, sin, q_out, k_out, stride_q, stride_k, heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr):
+    """One head of one token: as the model's code does it, each product and the sum rounded to the storage dtype."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, target = q + token * stride_q + head * DIM, q_out + (token * heads + head) * DIM
+    if head >= heads:
+        head = head - heads
+        source, target = k + token * stride_k + head * DIM, k_out + (token * kv_heads + head) * DIM
+    kind = q.dtype.element_ty
+    j = tl.arange(0, HALF)
+    mask = j < DIM // 2
+    low, high = tl.load(source + j, mask=mask), tl.load(source + DIM // 2 + j, mask=mask)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    place = token * DIM + j
+    c_low, s_low = tl.load(cos + place, mask=mask).to(tl.float32), tl.load(sin + place, mask=mask).to(tl.float32)
+    c_high = tl.load(cos + place + DIM // 2, mask=mask).to(tl.float32)
+    s_high = tl.load(sin + place + DIM // 2, mask=mask).to(tl.float32)
+    new_low = (low * c_low).to(kind).to(tl.float32) + (-high * s_low).to(kind).to(tl.float32)
+    new_high = (high * c_high).to(kind).to(tl.float32) + (low * s_high).to(kind).to(tl.float32)
+    tl.store(target + j, new_low.to(kind), mask=mask)
+    tl.store(target + DIM // 2 + j, new_high.to(kind), mask=mask)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, heads, D], k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous results.
+
+    The same bits as transformers' `apply_rotary_pos_emb`, in one launch.
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    q, k = (t if t.stride(2) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k))
+    outs = q.new_empty(q.shape), k.new_empty(k.shape)
+    launch(
+        _rotary, (tokens, heads + kv_heads), q, k, cos.contiguous(), sin.contiguous(), *outs,
+        q.stride(0), k.stride(0), heads, kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), num_warps=1,
+    )  # fmt: skip
+    return outs

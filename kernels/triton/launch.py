@@ -1,0 +1,50 @@
+"""How every kernel is launched: with the compiler settings that are part of the contract."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from triton import knobs
+
+INTERPRETED = knobs.runtime.interpret  # kernels run in Python, on CPU tensors: for tests
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """No fusing of a * b + c: whether the compiler does so may depend on the schedule, and on its version."""
+    if 0 in grid:
+        return
+    if INTERPRETED:
+        options = {k: v for k, v in options.items() if k not in ("num_warps", "num_stages")}
+        kernel[grid](*args, **options)
+        return
+    device = next(a for a in args if isinstance(a, torch.Tensor)).device
+    with torch.cuda.device(device):
+        kernel[grid](*args, enable_fp_fusion=False, **options)
+
+
+@cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    return 4 if INTERPRETED else _properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin
+
+
+def wgmma(device: torch.device) -> bool:
+    """Does the matrix unit take 64 rows from shared memory (Hopper and later)?"""
+    return not INTERPRETED and _properties(device).major >= 9
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous and from an address divisible by 16: on it may depend how many elements a thread loads, and with
+    them the order of a sum within a program."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t

@@ -1,0 +1,128 @@
+"""Compiles every Triton kernel, for GPUs that need not be there: `compile_kernels.py CAPABILITY` prints one JSON line
+a kernel and configuration. Launches are caught where they would happen, so signatures are those of real calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+from samebits.kernels.triton.schedules import Tile, tables
+
+MODULES = [import_module(f"samebits.kernels.triton.{m}") for m in ("linear", "attention", "elementwise", "sampling")]
+linear, attention, elementwise, sampling = MODULES
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
+caught: dict[tuple, dict] = {}
+
+
+def catch(kernel, grid, *args, **options):
+    """In the place of `launch`: remembers the compilation that this call needs."""
+    constants, signature, attributes = {}, {}, {}
+    given = dict(zip(kernel.arg_names, args, strict=False)) | {
+        k: v for k, v in options.items() if k in kernel.arg_names
+    }
+    for place, param in enumerate(kernel.params):
+        value = given[param.name]
+        fixed = not param.do_not_specialize and isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if param.is_constexpr or fixed:
+            signature[param.name] = "constexpr"
+            constants[place,] = value
+            continue
+        signature[param.name] = mangle_type(value)
+        pointer = isinstance(value, torch.Tensor)
+        if pointer or (not param.do_not_specialize and isinstance(value, int) and value % 16 == 0):
+            attributes[place,] = [["tt.divisibility", 16]]
+    settings = {k: v for k, v in options.items() if k not in kernel.arg_names} | {"enable_fp_fusion": False}
+    key = (
+        kernel.fn.__name__,
+        *signature.values(),
+        *constants.items(),
+        *settings.items(),
+        *map(str, attributes.items()),
+    )
+    caught[key] = dict(kernel=kernel, signature=signature, constants=constants, attributes=attributes, options=settings)
+
+
+def compile_one(job: dict, capability: int) -> dict:
+    source = ASTSource(job["kernel"], job["signature"], job["constants"], job["attributes"])
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=job["options"])
+    ptx = compiled.asm["ptx"]
+    names = {
+        name: job["constants"][place,] for place, name in enumerate(job["signature"]) if (place,) in job["constants"]
+    }
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        dump = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    stack, registers = re.search(r"STACK:(\d+)", dump), re.search(r"REG:(\d+)", dump)
+    return {
+        "kernel": job["kernel"].fn.__name__,
+        "constants": {k: v for k, v in names.items() if isinstance(v, bool | int)},
+        "dtypes": sorted({s for s in job["signature"].values() if s.startswith("*")}),
+        "wgmma": "wgmma" in ptx,
+        "contracted": "fma" in re.sub(r"fma\S*\.f64|wgmma", "", ptx),
+        "shared": compiled.metadata.shared,
+        "stack": int(stack[1]) if stack else None,
+        "registers": int(registers[1]) if registers else None,
+    }
+
+
+def catch_all(capability: int) -> None:
+    """Every kernel, dtype and schedule, as a model of Qwen3's shape would launch them."""
+    for module in MODULES:
+        module.launch = catch
+    attention.multiprocessors = lambda device: 132
+    attention.shared_memory = lambda device: SHARED_MEMORY[capability]
+    attention.wgmma = lambda device: capability >= 90
+    for dtype in (torch.bfloat16, torch.float32):  # float16 differs from bfloat16 in no layout
+        name = "float32" if dtype == torch.float32 else "16-bit"
+        tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
+        for tile in tiles:
+            x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
+            linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
+            linear.products(x, [w], [None], torch.float32, tile)
+        for heads, kv_heads, dim, window in ((16, 8, 128, 0), (9, 3, 64, 512)):
+            q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
+            cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
+            ints = torch.zeros(600, dtype=torch.int32)
+            items = torch.zeros(12, 3, dtype=torch.int32)
+            for splits in (1, 4):
+                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 2000, splits)
+            attention.write_kv(k, k, ints, *cache)
+            lse = torch.empty(600, heads)
+            attention.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)
+            elementwise.rotary(q, k, k[:, 0], k[:, 0])
+        for width, rows in ((128, 1), (128, 16), (2048, 1), (2048, 7), (2048, 32)):
+            elementwise.rms_norm(torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype), 1e-6)
+        for activation, rows in itertools.product(elementwise.ACTIVATIONS, (1, 32)):
+            x = torch.empty(rows, 4096, dtype=dtype)
+            elementwise.gated_activation(x, x, activation)
+    one, none = torch.ones(4).double().numpy(), torch.zeros(4).long().numpy()
+    for rows in (1, 4):
+        now = one[:rows], none[:rows], one[:rows], one[:rows], [[]] * rows, torch.zeros(rows, dtype=torch.long)
+        sampling.distribution(torch.empty(rows, 151936), *now, *[none[:rows]] * 3)
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    catch_all(capability)
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(lambda job: compile_one(job, capability), caught.values()):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""GPU kernels without a GPU: Triton's interpreter, with the two things mended that it does not do as a GPU does.
+
+Its `dot` calls a BLAS, whose sums depend on the tile's shape, while a matrix unit adds up one element over ascending K;
+and it cuts fp32 to bf16 where hardware rounds to nearest even. (conftest.py tells Triton to interpret.)
+
+`interpreted()` makes them the backend for tensors on the CPU, each product with a schedule of its own.
+"""
+
+import contextlib
+import importlib
+import random
+
+import numba
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+_convert = interpreter._convert_float
+
+
+def _dot(self, a, b, d, *_):
+    a, b = (
+        _convert(t.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        if t.dtype.scalar == tl.bfloat16
+        else t.data.astype(np.float32)
+        for t in (a, b)
+    )
+    total = d.data.copy()
+    _chains(np.ascontiguousarray(a), np.ascontiguousarray(b), total)
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+@numba.njit(cache=True)
+def _chains(a, b, total):
+    for i in range(a.shape[0]):
+        for k in range(a.shape[1]):
+            for j in range(b.shape[1]):
+                total[i, j] += a[i, k] * b[k, j]
+
+
+def _convert_rounding(values, source, target, mode):
+    if source == tl.float32 and target == tl.bfloat16:
+        rounded = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+    return _convert(values, source, target, mode)
+
+
+def _both_languages():
+    """Names what `_patch_lang` looks for: all that a kernel and the functions it calls use."""
+    tl, core  # noqa: B018
+
+
+def _call(self, *args, **kwargs):
+    """Without patching the language once more for each inner call: the kernel's own did it, below."""
+    return self.rewrite()(*args, **kwargs)
+
+
+_patch = interpreter._patch_lang
+interpreter._patch_lang = lambda fn: _patch(_both_languages)
+interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpretedFunction.__call__ = _call
+interpreter._convert_float = _convert_rounding
+
+
+@contextlib.contextmanager
+def interpreted(seed: int = 0):
+    from samebits.kernels import ops
+    from samebits.kernels.triton.schedules import Tile
+
+    linear, attention = (importlib.import_module(f"samebits.kernels.triton.{name}") for name in ("linear", "attention"))
+
+    rng = random.Random(seed)
+
+    def any_tile(*_):
+        return Tile(rng.choice((16, 32, 64)), rng.choice((128, 256, 512)), 2, 4, rng.random() < 0.5)
+
+    def any_splits(items, kv_heads, segments, device):
+        return rng.randint(1, segments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ops.BACKENDS, "cpu", "triton")
+        patch.setattr(linear, "linear_tile", any_tile)
+        patch.setattr(linear, "MIN_CHUNK", 64)
+        patch.setattr(linear, "FULL_WIDTH", 256)
+        patch.setattr(attention, "num_splits", any_splits)
+        patch.setattr(attention, "SEGMENT", 128)
+        ops.backend.cache_clear()
+        yield
+    ops.backend.cache_clear()

@@ -1,0 +1,270 @@
+"""The GPU kernels without a GPU: interpreted, against fp64 and themselves under every schedule, and compiled."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from samebits.kernels import cpu, ops
+from samebits.kernels import triton as kernels
+from samebits.kernels.triton.launch import INTERPRETED
+from samebits.kernels.triton.linear import chunks, products
+from samebits.kernels.triton.schedules import Tile
+from samebits.trainer import exact_model, token_logprobs
+
+from interpreter import interpreted  # first: it makes Triton interpret
+from models import CONFIGS
+from test_schedules import check_results, random_requests, run_schedule
+
+# numpy's, about NaN in lanes that a mask drops
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+assert INTERPRETED
+paged = sys.modules["samebits.kernels.triton.attention"]
+DTYPES = ops.DTYPES["cuda"]
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(one_thread):
+    with interpreted():
+        yield
+
+
+def wide_exponents(*shape: int) -> torch.Tensor:
+    """Sums of such numbers differ at once when they are added in another order."""
+    return torch.randn(*shape) * torch.exp2(torch.randint(-6, 6, shape))
+
+
+def error(value: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor | float) -> float:
+    """Largest error in units of `scale`: what the sum's terms add up to in magnitude."""
+    return float(((value.double() - reference).abs() / scale).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_tile_changes_a_bit_of_a_product(dtype):
+    torch.manual_seed(0)
+    depth, features = 173, (70, 33, 128)
+    x = wide_exponents(19, depth).to(dtype)
+    weights = [wide_exponents(n, depth).to(dtype) for n in features]
+    biases = [torch.randn(70).to(dtype), None, torch.randn(128).to(dtype)]
+    assert [chunks(depth, n) for n in features] == [2, 2, 2]
+    first = products(x, weights, biases, torch.float32, Tile(16, 16, 2, 4, True))
+    for w, b, out in zip(weights, biases, first, strict=True):
+        exact = x.double() @ w.double().t() + (0 if b is None else b.double())
+        assert error(out, exact, x.double().abs() @ w.double().abs().t() + 1) < 1e-6
+    for m, n, split in itertools.product((16, 32, 64), (16, 64), (True, False)):
+        tile = Tile(m, n, 2, 4, split)
+        for out, same in zip(products(x, weights, biases, torch.float32, tile), first, strict=True):
+            assert torch.equal(out, same), tile
+    for rows, (w, b, out) in itertools.product(
+        (slice(0, 1), slice(5, 8), slice(2, 19)), zip(weights, biases, first, strict=True)
+    ):
+        alone = products(x[rows], [w], [b], dtype)[0]
+        assert torch.equal(alone, out[rows].to(dtype)), rows
+
+
+def test_arrival_counters_are_left_at_zero():
+    x, w = torch.randn(40, 256), torch.randn(50, 256)
+    before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
+    assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
+    scratch = sys.modules["samebits.kernels.triton.linear"]._scratch
+    assert not scratch[x.device, torch.int32].any()
+
+
+def packed(dtype, lengths, heads, kv_heads, dim):
+    """q, k, v of packed sequences, and their keys and values in scattered pages of a cache full of NaN."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
+    layout = ops.PagedLayout.packed(lengths, heads // kv_heads, torch.device("cpu"))
+    shuffle = np.random.default_rng(0).permutation(layout.pages).astype(np.int32)
+    layout.tables = shuffle[layout.tables]
+    layout.slots = shuffle[layout.slots // paged.BLOCK] * paged.BLOCK + layout.slots % paged.BLOCK
+    cache = kernels.new_kv_cache(layout.pages, kv_heads, dim, dtype, torch.device("cpu"))
+    for part in cache:
+        part.fill_(math.nan)
+    return q, k, v, cache, layout
+
+
+def reference_attention(q, k, v, lengths, scale, window):
+    outs, first, group = [], 0, q.shape[1] // k.shape[1]
+    for n in lengths:
+        a, b, c = (t[first : first + n].transpose(0, 1) for t in (q, k, v))
+        scores = a @ b.repeat_interleave(group, 0).transpose(1, 2) * scale
+        row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+        hidden = (column > row) | ((column <= row - window) if window else torch.zeros(n, n, dtype=torch.bool))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        outs.append((weights @ c.repeat_interleave(group, 0)).transpose(0, 1))
+        first += n
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
+    lengths, scale = [300, 5, 1, 130], 24**-0.5
+    q, k, v, cache, layout = packed(dtype, lengths, 4, 2, 24)
+    out, lse = ops.paged_attention(q, k, v, cache, layout, scale, window)
+    exact = reference_attention(q.double(), k.double(), v.double(), lengths, scale, window)
+    assert error(out, exact, exact.abs().max()) < 1e-6 + 2 * ROUNDING[dtype]
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    tables = torch.from_numpy(layout.tables)
+    for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
+        one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
+        start = torch.from_numpy(layout.table_starts[sequence[token]][None])
+        alone = paged.attention(
+            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 300, splits
+        )
+        assert torch.equal(alone[0][0], out[token]), (token, splits)
+        assert torch.equal(alone[1][0], lse[token]), (token, splits)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_backward(dtype, window):
+    lengths, scale = [100, 1, 71], 0.3
+    q, k, v, _, layout = packed(dtype, lengths, 4, 2, 20)
+    upstream = torch.randn_like(q)
+    given = [t.clone().requires_grad_() for t in (q, k, v)]
+    grads = torch.autograd.grad(ops.attention(*given, layout, scale, window), given, upstream)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(reference_attention(*wide, lengths, scale, window), wide, upstream.double())
+    for grad, reference in zip(grads, exact, strict=True):
+        assert error(grad, reference, reference.abs().max()) < 2e-6 + 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_wise_ops(dtype):
+    torch.manual_seed(0)
+    x, up, weight = torch.randn(7, 100).to(dtype), torch.randn(7, 100).to(dtype), torch.randn(100).to(dtype)
+    wide = x.double()
+    out, rstd = kernels.rms_norm(x, weight, 1e-5)
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert error(out, exact, exact.abs() + 1e-3) < 3e-7 + ROUNDING[dtype]
+    assert rstd.dtype == torch.float32
+    for row in range(7):  # from an address that no vector load could take
+        odd = torch.cat((x.new_zeros(1), x[row]))[1:]
+        assert torch.equal(kernels.rms_norm(odd[None], weight, 1e-5)[0][0], out[row])
+    gates = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+    gates["gelu_pytorch_tanh"] = lambda t: torch.nn.functional.gelu(t, approximate="tanh")
+    for name, gate in gates.items():
+        exact = gate(wide) * up.double()
+        assert error(kernels.gated_activation(x, up, name), exact, exact.abs() + 1) < 1e-6 + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_is_what_the_models_code_does(dtype):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    q, k = torch.randn(9, 4, 20).to(dtype), torch.randn(9, 2, 20).to(dtype)
+    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1)
+    for table, expected in zip(tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1), strict=True):
+        assert table.shape == expected.shape
+    cos, sin = (t.to(dtype) for t in tables)
+    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    for ours, other in zip(kernels.rotary(q, k, cos, sin), theirs, strict=True):
+        assert torch.equal(ours, other[0].transpose(0, 1))
+
+
+def test_distributions_and_draws_are_the_cpus():
+    """Thresholds and tokens equal, log-probs and entropies to rounding: filters, ties, bans, NaN."""
+    torch.manual_seed(0)
+    rows, vocab = 12, 5000
+    logits = torch.randn(rows, vocab) * 3
+    logits[3, 17] = math.nan
+    logits[4] = logits[4].round()
+    params = ops.RowParams(
+        np.array([1, 0.7, 0, 1, 1, 1.3, 1, 1, 1, 1, 1, 1.0]),
+        np.array([0, 50, 0, 0, 20, 0, 0, 10**9, 5, 0, 0, 1]),
+        np.array([1, 0.9, 1, 1, 1, 0.5, 1, 1, 0.7, 0.999, 1, 1.0]),
+        np.array([0, 0, 0, 0, 0, 0, 0.05, 0, 0.1, 0, 0, 0.0]),
+        [[], [], [], [], [], [3, 4, 5], [int(logits[6].argmax())], [], [], [], [], []],
+    )
+    counters = np.arange(rows, dtype=np.uint64) * 7919 + 2**63, np.arange(rows), np.arange(rows) * 5
+    tokens, drawn = [torch.full((rows,), -1), torch.full((rows,), -1)], []
+    tokens[0][10] = tokens[1][10] = 77
+    for backend, chosen in zip((kernels, cpu), tokens, strict=True):
+        settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+        drawn.append(backend.distribution(logits.clone(), *settings, chosen, *counters))
+    (fields, edges), (expected, expected_edges) = drawn
+    sound = torch.arange(rows) != 3
+    assert torch.equal(tokens[0][sound], tokens[1][sound])
+    assert torch.equal(edges[sound], expected_edges[sound])
+    assert fields[3].isnan().all()
+    assert expected[3].isnan().all()
+    assert error(fields[sound, :3], expected[sound, :3], 1.0) < 1e-6
+    decided = sound & (expected[:, 3] >= 0)
+    assert torch.equal(fields[decided, 3], expected[decided, 3])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_schedule_changes_a_bit(checkpoint, family):
+    """The engine's property test, on these kernels, each product with a random tile."""
+    dtype = {"llama": "float32", "qwen3": "bfloat16"}.get(family, "float16")
+    path = checkpoint(family, vocab_size=257, num_hidden_layers=2 if family == "qwen3" else 1)
+    model = exact_model(path, dtype)
+    rng = random.Random(family)
+    requests = [
+        (prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, 4)))
+        for prompt, params in random_requests(rng, 257, 3, 40)
+    ]
+    results, _ = run_schedule(path, dtype, rng, requests, model)
+    check_results(model, requests, results)
+
+
+def test_gradients_are_the_cpus(checkpoint):
+    """Forward by other trees and backward by other code, so equal to rounding only."""
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    sequences = [list(range(3, 80)), list(range(5, 12))]
+    grads = []
+    for backend in ("triton", "cpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ops.BACKENDS, "cpu", backend)
+            ops.backend.cache_clear()
+            model = exact_model(path, "float32")
+            torch.cat(token_logprobs(model, sequences)).sum().backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+        ops.backend.cache_clear()
+    for name, grad in grads[0].items():
+        assert error(grad, grads[1][name].double(), grads[1][name].abs().max()) < 1e-4, name
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability, tmp_path):
+    """For Ampere, Hopper and Blackwell, without one of them."""
+    script = pathlib.Path(__file__).with_name("compile_kernels.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, script, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    compiled = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {c["kernel"] for c in compiled} >= {
+        "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
+        "_rotary", "_distribution",
+    }  # fmt: skip
+    sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
+    for c in compiled:
+        assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
+        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_attention"):
+            assert c["stack"] <= (16 if capability == 80 else 0), f"spills: {c}"
+            if capability == 90:
+                assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
+        if c["kernel"] in ("_linear", "_rms_norm") and "*bf16" in c["dtypes"]:
+            assert not c["contracted"], f"a * b + c was fused: {c}"
+        if c["kernel"] in ("_rms_norm", "_distribution"):
+            assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"
