@@ -384,7 +384,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy, _):
-        hidden, weight, bias, targets, fields, edges = (None if t is None else t.detach() for t in ctx.saved_tensors)
+        hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
+        hidden, weight = hidden.detach(), weight.detach()
         kernels = backend(hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -86,7 +86,6 @@ def catch_all(capability: int) -> None:
         module.launch = catch
     attention.multiprocessors = lambda device: 132
     attention.shared_memory = lambda device: SHARED_MEMORY[capability]
-    attention.wgmma = lambda device: capability >= 90
     for dtype in (torch.bfloat16, torch.float32):  # float16 differs from bfloat16 in no layout
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}

@@ -261,7 +261,7 @@ def test_kernels_compile(capability, tmp_path):
     for c in compiled:
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
         if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_attention"):
-            assert c["stack"] <= (16 if capability == 80 else 0), f"spills: {c}"
+            assert c["stack"] <= (0 if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
         if c["kernel"] in ("_linear", "_rms_norm") and "*bf16" in c["dtypes"]:

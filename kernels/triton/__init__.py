@@ -38,8 +38,8 @@ def trees(device: torch.device) -> dict[str, str]:
     """What of the numerics contract these kernels decide."""
     gpu = "interpreter" if INTERPRETED else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return {
-        "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), each "
-        "a chain from 0; chunks ascending, then the bias, in fp32",
+        "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), "
+        "each a chain from 0; chunks ascending, then the bias, in fp32",
         "attention": f"online softmax over key blocks of {BLOCK} in segments of {_paged.SEGMENT}, merged ascending; "
         "sums by the matrix unit; weights in the storage dtype",
         "norm": "one program a row, block and warps by its width; 1/sqrt; weight * (x * rstd)",

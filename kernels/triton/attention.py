@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, multiprocessors, shared_memory, wgmma
+from .launch import launch, multiprocessors, shared_memory
 from .linear import scratch
 
 BLOCK = 64
@@ -46,7 +46,7 @@ def _segment(
     """The partial softmax of rows at positions `here` over key blocks [begin, end). l comes in 16 equal columns."""
     d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     inside = d < DIM
-    ones = tl.full((BLOCK, 16), 1.0, v_cache.dtype.element_ty)
+    ones = tl.full((BLOCK, 16), 1.0, tl.float32).to(v_cache.dtype.element_ty)
     m = tl.full((BLOCK_M,), _MASKED, tl.float32)
     l = tl.zeros((BLOCK_M, 16), tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -260,7 +260,7 @@ def attention(
             )  # fmt: skip
     if large:
         block_m = max(_LARGE_ROWS, triton.next_power_of_2(group))
-        warps = 16 if wide and width > 64 else 8 if wide or block_m > 64 or (width > 64 and not wgmma(q.device)) else 4
+        warps = 16 if wide and width > 64 else 8 if wide or width > 64 or block_m > 64 else 4
         tiles(items[small:], block_m, 1, 0, lse, STAGES=1 if wide else 2, num_warps=warps)
     return out, lse
 

@@ -38,11 +38,6 @@ def shared_memory(device: torch.device) -> int:
     return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin
 
 
-def wgmma(device: torch.device) -> bool:
-    """Does the matrix unit take 64 rows from shared memory (Hopper and later)?"""
-    return not INTERPRETED and _properties(device).major >= 9
-
-
 def aligned(t: torch.Tensor) -> torch.Tensor:
     """Contiguous and from an address divisible by 16: on it may depend how many elements a thread loads, and with
     them the order of a sum within a program."""
