@@ -12,7 +12,8 @@ class EngineConfig:
     (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
     kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
     divided among this machine's workers (backend "mp"), or less if less can be used.
-    enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
+    gpu_memory_utilization: share of a GPU's memory that weights, KV and a step may take together. enforce_eager: no
+    CUDA graphs. enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
     linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
 
     pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
@@ -28,6 +29,8 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = None  # type: ignore[assignment]  # chosen below
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     enable_prefix_caching: bool = True
     skip_tokenizer_init: bool = False
     linear_route: str = "fma"
@@ -71,7 +74,9 @@ class EngineConfig:
             if len(counts) != self.pipeline_parallel_size or not all(isinstance(n, int) and n > 0 for n in counts):
                 raise ValueError(f"stage_layers {counts}: expected a positive number for each of the "
                                  f"{self.pipeline_parallel_size} stages")  # fmt: skip
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "exact", "balance"):
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "balance"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         optional = "max_model_len", "kv_cache_memory_bytes", "batches_in_flight"

@@ -14,6 +14,7 @@ from ..kernels import ops
 from ..model import attention
 from ..model.exact import ExactLinear, LMHead, SharedInput
 from ..scheduler import Batch
+from .cuda_graphs import DecodeGraphs
 from .request import Sample, SampledToken
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one launch each
@@ -139,15 +140,46 @@ def _banned(draw: Draw) -> list[int]:
     return request.terminal_ids if early else []
 
 
-class ModelRunner:
-    """A model, or a pipeline stage's slice of one, with the KV cache of its layers."""
+class FusedAttention(nn.Module):
+    """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int):
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
+        module: Any = self
+        shape = *hidden_states.shape[1:-1], -1, module.head_dim
+        q, k, v = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = module.q_norm(q), module.k_norm(k)
+        cos, sin = (t[0] for t in position_embeddings)
+        q, k = ops.backend(q.device).rotary(q, k, cos, sin)
+        config = module.config
+        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None)) or 0
+        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
+        return module.o_proj(out.reshape(1, out.shape[0], -1)), None
+
+
+class ModelRunner:
+    """A model, or a pipeline stage's slice of one, with the KV cache of its layers.
+
+    max_num_seqs, max_model_len: what CUDA graphs must have room for; None: no graphs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_blocks: int,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+    ):
         self.model = model
         model.set_attn_implementation(attention.NAME)  # pages have no other
         self.num_blocks = num_blocks
         self.kv_caches = self.new_kv_caches(model, num_blocks)
         self.pack_weights()
+        self.fuse()
+        self.graphs: DecodeGraphs | None = None
+        if max_num_seqs is not None and max_model_len is not None:
+            group = model.config.num_attention_heads // model.config.num_key_value_heads
+            self.graphs = DecodeGraphs(self._forward, model.device, group, max_num_seqs, max_model_len)
 
     @property
     def head(self) -> LMHead | None:
@@ -186,6 +218,27 @@ class ModelRunner:
             embedding.packed = self.head.packed
             embedding.weight = None
 
+    def fuse(self) -> None:
+        """Replaces what the backend computes in fewer launches, to the same bits."""
+        if hasattr(ops.backend(self.model.device), "rotary"):
+            for module in self.model.modules():
+                if hasattr(module, "q_proj") and isinstance(module.q_proj, ExactLinear):
+                    module.__class__ = type("FusedAttention", (FusedAttention, type(module)), {})
+
+    def free_kv_cache(self) -> None:
+        self.kv_caches = []
+        self.release()
+
+    def take_kv_cache(self) -> None:
+        self.kv_caches = self.new_kv_caches(self.model, self.num_blocks)
+
+    def release(self) -> None:
+        """Gives what is free back to the device; graphs go, since their KV pages or weights did."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole KV blocks, source to destination, in every layer."""
         if copies:
@@ -202,13 +255,11 @@ class ModelRunner:
         """
         self.copy_blocks(plan.block_copies)
         device = self.model.device
-        given = {"input_ids": ops.to_device(plan.token_ids, device)[None]}
-        if hidden is not None:
-            given = {"inputs_embeds": hidden[None]}
-        positions = plan.layout.on(device).positions.long()[None]
-        hidden = self.model.base_model(
-            **given, position_ids=positions, use_cache=False, layout=plan.layout, kv_caches=self.kv_caches
-        ).last_hidden_state[0]
+        if self.graphs is not None and self.graphs.fits(plan.layout):
+            hidden = self.graphs.run(plan.layout, plan.token_ids, hidden)
+        else:
+            given = ops.to_device(plan.token_ids, device) if hidden is None else hidden
+            hidden = self._forward(given, plan.layout)
         if self.head is None:
             return hidden
         results: list[SampledToken] = []
@@ -219,6 +270,40 @@ class ModelRunner:
             logits = self.head(hidden[rows])
             results += self._sample(logits, plan, part, first)
         return results
+
+    def _forward(self, given: Tensor, layout: ops.PagedLayout) -> Tensor:
+        """Token ids [T], or hidden states [T, hidden], to hidden states."""
+        name = "inputs_embeds" if given.is_floating_point() else "input_ids"
+        positions = layout.on(self.model.device).positions.long()[None]
+        return self.model.base_model(
+            **{name: given[None]}, position_ids=positions, use_cache=False, layout=layout, kv_caches=self.kv_caches
+        ).last_hidden_state[0]
+
+    @staticmethod
+    def peak_bytes(model: PreTrainedModel, tokens: int) -> int:
+        """Memory that a step of so many tokens takes beside weights and KV, on a GPU: measured."""
+        device, config = model.device, model.config
+        most = config.max_position_embeddings
+        lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
+        layout = ops.PagedLayout.packed(lengths, config.num_attention_heads // config.num_key_value_heads, device)
+        name, first = "inputs_embeds", torch.zeros(1, tokens, config.hidden_size, dtype=model.dtype, device=device)
+        if model.get_input_embeddings() is not None:
+            name, first = "input_ids", torch.zeros(1, tokens, dtype=torch.long, device=device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with torch.inference_mode():
+            positions = layout.on(device).positions.long()[None]
+            out = model.base_model(**{name: first}, position_ids=positions, use_cache=False, layout=layout)
+            head = model.get_output_embeddings()
+            if head is not None:
+                logits = head(out.last_hidden_state[0, :LOGIT_ROWS])
+                ops.distribution(
+                    logits, ops.RowParams.repeat(len(logits)), torch.zeros(len(logits), dtype=torch.long, device=device)
+                )
+        peak = torch.cuda.max_memory_allocated(device) - before
+        del out, first, layout
+        torch.cuda.empty_cache()
+        return peak
 
     @staticmethod
     def _sample(logits: Tensor, plan: Plan, part: slice, first_row: int) -> list[SampledToken]:

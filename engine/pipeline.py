@@ -88,15 +88,27 @@ class Stage(UpdateMember):
                 raise ValueError(f"kv_cache_memory_bytes is less than one block of {block} bytes")
         else:
             sharers = self.config.num_workers if self.config.backend == "mp" else 1
-            capacity = min(_memory_for_kv(self.model.device) // sharers // block, num_seqs_blocks)
+            capacity = min(self._memory_for_kv() // sharers // block, num_seqs_blocks)
             if capacity < 1:
                 raise MemoryError(f"no memory for a single KV block of {block} bytes")
         contract = contract_of(self.model) if self.config.exact else None
         return StageInfo(self.loader.table, contract, self.weight_bytes, block, capacity, eos_token_ids(self.model))
 
+    def _memory_for_kv(self) -> int:
+        """Bytes. On a GPU, its share less what is taken and what a step needs; else a quarter of what is free."""
+        device = self.model.device
+        if device.type != "cuda":
+            return psutil.virtual_memory().available // 4
+        step = ModelRunner.peak_bytes(self.model, self.config.max_num_batched_tokens)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - self.config.gpu_memory_utilization) * total - step)
+
     def start(self, num_blocks: int) -> None:
         """Takes the KV memory and packs the weights."""
-        self.runner = ModelRunner(self.model, num_blocks)
+        graphs = ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
+        longest = self.config.max_model_len or self.model.config.max_position_embeddings
+        limits = (self.config.max_num_seqs, longest) if graphs else ()
+        self.runner = ModelRunner(self.model, num_blocks, *limits)
 
     def connect(self, address: str, port: int) -> None:
         """Joins the group over which hidden states go."""
@@ -166,6 +178,7 @@ class Stage(UpdateMember):
 
     def drop_weights(self) -> None:
         self.loader.drop()
+        self.runner.release()
 
     def checksums(self) -> dict[str, str]:
         return self.loader.checksums()
@@ -173,18 +186,10 @@ class Stage(UpdateMember):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def free_kv_cache(self) -> None:
-        self.runner.kv_caches = []
+        self.runner.free_kv_cache()
 
     def take_kv_cache(self) -> None:
-        self.runner.kv_caches = self.runner.new_kv_caches(self.model, self.runner.num_blocks)
-
-
-def _memory_for_kv(device: torch.device) -> int:
-    """Bytes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    return psutil.virtual_memory().available // 4
+        self.runner.take_kv_cache()
 
 
 class _Link:

@@ -116,7 +116,11 @@ class WeightLoader:
         """Puts an update's tensors in the place of the old ones. Nothing can fail here."""
         for name, new in update.staged.items():
             for module, leaf in self.slots[name]:
-                if isinstance(new, ops.PackedWeight):
+                old = module.packed.panels if isinstance(new, ops.PackedWeight) else getattr(module, leaf).data
+                tensor = new.panels if isinstance(new, ops.PackedWeight) else new
+                if self.device.type == "cuda" and old.shape == tensor.shape:
+                    old.copy_(tensor)  # CUDA graphs know the address
+                elif isinstance(new, ops.PackedWeight):
                     module.packed = new
                 else:
                     getattr(module, leaf).data = new

@@ -99,7 +99,7 @@ def catch_all(capability: int) -> None:
             ints = torch.zeros(600, dtype=torch.int32)
             items = torch.zeros(12, 3, dtype=torch.int32)
             for splits in (1, 4):
-                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 2000, splits)
+                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 1, 2000, splits)
             attention.write_kv(k, k, ints, *cache)
             lse = torch.empty(600, heads)
             attention.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)

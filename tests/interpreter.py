@@ -3,7 +3,8 @@
 Its `dot` calls a BLAS, whose sums depend on the tile's shape, while a matrix unit adds up one element over ascending K;
 and it cuts fp32 to bf16 where hardware rounds to nearest even. (conftest.py tells Triton to interpret.)
 
-`interpreted()` makes them the backend for tensors on the CPU, each product with a schedule of its own.
+`interpreted()` makes them the backend for tensors on the CPU, each product with a schedule of its own, and stands in
+for CUDA graphs.
 """
 
 import contextlib
@@ -65,8 +66,15 @@ interpreter.InterpretedFunction.__call__ = _call
 interpreter._convert_float = _convert_rounding
 
 
+def _capture(run, pool):
+    """Of a graph: what runs is the same each time, on the same buffers."""
+    out = run()
+    return lambda: out.copy_(run()), out
+
+
 @contextlib.contextmanager
 def interpreted(seed: int = 0):
+    from samebits.engine import cuda_graphs
     from samebits.kernels import ops
     from samebits.kernels.triton.schedules import Tile
 
@@ -87,6 +95,7 @@ def interpreted(seed: int = 0):
         patch.setattr(linear, "FULL_WIDTH", 256)
         patch.setattr(attention, "num_splits", any_splits)
         patch.setattr(attention, "SEGMENT", 128)
+        patch.setattr(cuda_graphs, "capture", _capture)
         ops.backend.cache_clear()
         yield
     ops.backend.cache_clear()

@@ -80,7 +80,7 @@ def test_arrival_counters_are_left_at_zero():
     before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
     assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
     scratch = sys.modules["samebits.kernels.triton.linear"]._scratch
-    assert not scratch[x.device, torch.int32].any()
+    assert not any(buffer.any() for buffer in scratch[x.device, torch.int32])
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
@@ -125,7 +125,7 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
         one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
         start = torch.from_numpy(layout.table_starts[sequence[token]][None])
         alone = paged.attention(
-            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 300, splits
+            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
         )
         assert torch.equal(alone[0][0], out[token]), (token, splits)
         assert torch.equal(alone[1][0], lse[token]), (token, splits)

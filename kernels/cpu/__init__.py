@@ -14,6 +14,8 @@ from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, packed_rows
 from .sampling import distribution
 
+GRAPHS = False  # can a step be recorded and replayed?
+
 
 def check(device: torch.device) -> None:
     """Any CPU will do."""
@@ -57,6 +59,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
 __all__ = [
     "ACTIVATIONS",
     "BLOCK",
+    "GRAPHS",
     "attention",
     "attention_backward",
     "check",

@@ -20,6 +20,7 @@ from .linear import FULL_WIDTH, MIN_CHUNK, products
 from .sampling import distribution
 
 _OLDEST = 8, 0
+GRAPHS = True  # can a step be recorded and replayed?
 
 
 def check(device: torch.device) -> None:
@@ -104,14 +105,17 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
     """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp [T, heads] fp32."""
     at = layout.on(q.device)
-    small = _paged.num_small(layout.lengths, q.shape[1] // k_cache.shape[1])
+    small = _paged.small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
     where = at.items, at.positions, at.tables, at.table_starts
-    return _paged.attention(q, k_cache, v_cache, *where, scale, window, small, layout.longest)
+    return _paged.attention(
+        q, k_cache, v_cache, *where, scale, window, len(small), max(small, default=0), layout.longest
+    )
 
 
 __all__ = [
     "ACTIVATIONS",
     "BLOCK",
+    "GRAPHS",
     "attention",
     "attention_backward",
     "check",

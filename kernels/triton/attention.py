@@ -208,9 +208,9 @@ def work_items(lengths: Sequence[int], group: int) -> np.ndarray:
     return np.array(small + large, np.int32).reshape(-1, 3)
 
 
-def num_small(lengths: Sequence[int], group: int) -> int:
-    """How many of the first `work_items` are small."""
-    return sum(length * group <= _SMALL_ROWS for length in lengths)
+def small_lengths(lengths: Sequence[int], group: int) -> list[int]:
+    """Tokens of the small ones among the first `work_items`."""
+    return [length for length in lengths if length * group <= _SMALL_ROWS]
 
 
 def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -> int:
@@ -221,12 +221,12 @@ def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -
 def attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     items: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, table_starts: torch.Tensor,
-    scale: float, window: int, small: int, longest: int, splits: int | None = None,
+    scale: float, window: int, small: int, small_tokens: int, longest: int, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp fp32 [T, heads].
 
-    items from `work_items`, `small` of them small; positions int32 [T]; page j of sequence i is
-    tables[table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest: positions are below it.
+    items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; page j of sequence i
+    is tables[table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest: positions are below it.
     splits: the schedule of small items; None chooses.
     """
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -247,7 +247,7 @@ def attention(
         )  # fmt: skip
 
     if small:
-        rows = max(_SMALL_ROWS // group * group, group)
+        rows = small_tokens * group
         splits = splits or num_splits(small, kv_heads, segments, q.device)
         size = small * kv_heads * rows * segments * (width + 2)
         parts = scratch(q.device, torch.float32, size if splits > 1 else 1)

@@ -110,15 +110,16 @@ def _linear(
         tl.store(address, total.to(o.dtype.element_ty), mask=mask)
 
 
-_scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+_scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
 
 def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """Zeroed once; kernels that use it leave counters at zero. It only grows: a captured graph keeps its address."""
-    have = _scratch.get((device, dtype))
-    if have is None or have.numel() < size:
-        have = _scratch[device, dtype] = torch.zeros(max(size, 1 << 16), dtype=dtype, device=device)
-    return have
+    """Zeroed once; kernels that use it leave counters at zero. None is ever freed: captured graphs know the address."""
+    buffers = _scratch.setdefault((device, dtype), [])
+    if not buffers or buffers[-1].numel() < size:
+        room = max(size, 2 * buffers[-1].numel() if buffers else 1 << 16)
+        buffers.append(torch.zeros(room, dtype=dtype, device=device))
+    return buffers[-1]
 
 
 def products(
