@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine trainer correction integrations server
 
-.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench loc clean
+.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
 	@echo "make bench-scale  stages and replicas on this machine, on child processes and on Ray"
+	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under eight minutes"
 	@echo "make loc        code lines per package"
 	@echo "make clean      removes the virtual environment and caches in this folder"
 
@@ -52,6 +53,10 @@ bench-server: setup
 
 bench-scale: setup
 	$(BIN)/python benchmarks/scale.py
+
+gpu: setup
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[gpu]'
+	$(BIN)/python benchmarks/gpu.py
 
 loc: setup
 	$(BIN)/python benchmarks/loc.py

@@ -13,11 +13,11 @@ def oracle(model, prompt: list[int], params, eos: tuple[int, ...] = ()) -> list[
     for sample in range(params.n):
         tokens, logprobs = list(prompt), []
         while len(logprobs) < params.max_tokens:
-            logits = model(torch.tensor([tokens]), logits_to_keep=1).logits[0]
+            logits = model(torch.tensor([tokens], device=model.device), logits_to_keep=1).logits[0]
             row = ops.RowParams.repeat(1, params.temperature, params.top_k, params.top_p, params.min_p)
             if len(logprobs) < params.min_tokens:
                 row.banned = [[*(() if params.ignore_eos else eos), *params.stop_token_ids]]
-            token = np.array([-1])
+            token = torch.tensor([-1], device=model.device)
             counters = np.array([params.seed], np.uint64), np.array([sample]), np.array([len(tokens)])
             fields, _ = ops.distribution(logits, row, token, *counters)
             tokens.append(int(token[0]))

@@ -8,6 +8,7 @@ import torch
 
 from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
+from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
 from models import CONFIGS
@@ -49,7 +50,7 @@ def random_requests(rng: random.Random, vocab: int, count: int, longest: int):
 def tight_pool(model, requests, blocks: int) -> int:
     """Bytes of a pool that holds the largest request and little more, so that sequences are preempted."""
     most = max(len(p) + s.max_tokens for p, s in requests)
-    return ModelRunner.block_bytes(model) * (-(-most // 32) + blocks)
+    return ModelRunner.block_bytes(model) * (-(-most // ops.backend(model.device).BLOCK) + blocks)
 
 
 def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):

@@ -1,0 +1,263 @@
+"""Do the GPU kernels keep the promise here? Every schedule against every other, then the engine against the trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pathlib
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from samebits import LLM, SamplingParams
+from samebits.kernels import ops
+from samebits.kernels.triton.schedules import Tile
+from samebits.trainer import exact_model, token_logprobs
+
+linear = import_module("samebits.kernels.triton.linear")
+paged = import_module("samebits.kernels.triton.attention")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, head_dim, vocabulary
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
+    "tiny": (64, 96, 2, 4, 2, 16, 257),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def checkpoint(size: str, folder: str, layers: int | None = None) -> pathlib.Path:
+    """A Qwen3 of random weights, of a published shape."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    path = pathlib.Path(folder) / f"{size}-{layers}"
+    if not path.exists():
+        hidden, intermediate, depth, heads, kv_heads, dim, vocab = QWEN3[size]
+        config = Qwen3Config(
+            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers or depth,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, vocab_size=vocab,
+            tie_word_embeddings=True, max_position_embeddings=40_960, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def shapes(size: str) -> dict[str, tuple[int, int]]:
+    """features and depth of a model's linears."""
+    hidden, intermediate, _, heads, kv_heads, dim, vocab = QWEN3[size]
+    return {
+        "qkv": ((heads + 2 * kv_heads) * dim, hidden), "o": (hidden, heads * dim),
+        "gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate), "lm_head": (vocab, hidden),
+    }  # fmt: skip
+
+
+def wide_exponents(*shape: int, device, dtype: torch.dtype) -> torch.Tensor:
+    """Sums of such numbers differ at once when they are added in another order."""
+    numbers = torch.randn(*shape, device=device) * torch.exp2(torch.randint(-6, 6, shape, device=device))
+    return numbers.to(dtype)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        found.update(t.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def all_tiles(dtype: torch.dtype, thorough: bool) -> Iterator[Tile]:
+    blocks = (16, 32, 64, 128) if dtype != torch.float32 else (16, 32, 64)
+    stages = (2, 3, 4) if thorough else (3,)
+    for m, n, stage, warps, split in itertools.product(blocks, (16, 32, 64, 128), stages, (4, 8), (True, False)):
+        if dtype != torch.float32 or n <= 64:
+            yield Tile(m, n, stage, warps, split)
+
+
+def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[str, Any]:
+    """Every tile and every number of rows; for information, other BLOCK_K and cuBLAS."""
+    report: dict[str, Any] = {"compared": 0, "differ": [], "unsupported": [], "hashes": {}, "information": {}}
+    dtypes = DTYPES if thorough else {"bfloat16": torch.bfloat16}
+    for (name, dtype), (part, (features, depth)) in itertools.product(dtypes.items(), shapes(size).items()):
+        if part == "lm_head":
+            features = min(features, 4096)
+        torch.manual_seed(0)
+        most = max(rows)
+        x = wide_exponents(most, depth, device="cpu", dtype=dtype).to(device)
+        w = wide_exponents(features, depth, device="cpu", dtype=dtype).to(device)
+        whole = linear.products(x, [w], [None], torch.float32)[0]
+        report["hashes"][f"{name} {part}"] = digest([whole])
+        for count in rows:
+            report["compared"] += 1
+            if not torch.equal(linear.products(x[:count], [w], [None], torch.float32)[0], whole[:count]):
+                report["differ"].append(f"{name} {part}: {count} rows")
+        few = 130 if part in ("qkv", "down") else 40
+        for tile in (
+            all_tiles(dtype, part == "qkv") if thorough else [Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)]
+        ):
+            try:
+                out = linear.products(x[:few], [w], [None], torch.float32, tile)[0]
+            except Exception as error:  # what doesn't fit this GPU's shared memory
+                if "OutOfResources" not in type(error).__name__:
+                    raise
+                report["unsupported"].append(f"{name} {tile}")
+                continue
+            report["compared"] += 1
+            if not torch.equal(out, whole[:few]):
+                report["differ"].append(f"{name} {part}: {tile}")
+        if part == "o":
+            before = dict(linear.BLOCK_K)
+            for block in (32, 64, 128):
+                linear.BLOCK_K[dtype] = block
+                same = torch.equal(linear.products(x[:few], [w], [None], torch.float32)[0], whole[:few])
+                report["information"][f"{name} BLOCK_K {block}"] = same
+            linear.BLOCK_K.update(before)
+            alone = [torch.equal((x[:n] @ w.t())[0], (x @ w.t())[0]) for n in (1, 16, 128)]
+            report["information"][f"{name} cuBLAS row alone, in 16, in 128 == in {most}"] = alone
+    return report
+
+
+def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) -> dict[str, Any]:
+    """Rows of a packed prefill against the same rows decoded alone, with every number of splits."""
+    report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}}
+    total = sum(lengths)
+    steps = 20 if total > 100 else 3
+    for (name, dtype), window in itertools.product(DTYPES.items(), (0, 700) if total > 100 else (0,)):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(total, h, dim).to(device, dtype) for h in (heads, kv_heads, kv_heads))
+        layout = ops.PagedLayout.packed(lengths, heads // kv_heads, device)
+        cache = paged.new_kv_cache(layout.pages, kv_heads, dim, dtype, device)
+        for tensor in cache:
+            tensor.fill_(float("nan"))
+        out, lse = ops.paged_attention(q, k, v, cache, layout, dim**-0.5, window)
+        report["hashes"][f"{name} window {window}"] = digest([out, lse])
+        at, sequence = layout.on(device), np.repeat(np.arange(len(lengths)), lengths)
+        one = torch.tensor([[0, 1, 0]], dtype=torch.int32, device=device)
+        for token, splits in itertools.product([*range(0, total, total // steps), total - 1], (1, 2, 3, 7)):
+            found = paged.attention(
+                q[token : token + 1], *cache, one, at.positions[token : token + 1], at.tables,
+                at.table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
+            )  # fmt: skip
+            report["compared"] += 1
+            if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):
+                report["differ"].append(f"{name} window {window}: token {token} in {splits} splits")
+    return report
+
+
+def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
+    """Norms, activations and distributions of a row alone and in a batch; fused rotary against the model's code."""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    kernels = ops.backend(device)
+    report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}}
+
+    def expect(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        report["compared"] += 1
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            report["differ"].append(what)
+
+    torch.manual_seed(0)
+    for name, dtype in DTYPES.items():
+        for width in widths:
+            x, weight = torch.randn(300, width).to(device, dtype), torch.randn(width).to(device, dtype)
+            norm, gated = kernels.rms_norm(x, weight, 1e-6)[0], kernels.gated_activation(x, x, "silu")
+            report["hashes"][f"{name} {width}"] = digest([norm, gated])
+            for row in (0, 1, 17, 299):
+                expect(f"{name} norm {width}", kernels.rms_norm(x[row : row + 1], weight, 1e-6)[0], norm[row : row + 1])
+                expect(
+                    f"{name} gate {width}",
+                    kernels.gated_activation(*[x[row : row + 1]] * 2, "silu"),
+                    gated[row : row + 1],
+                )
+        q, k = torch.randn(50, 16, 128).to(device, dtype), torch.randn(50, 8, 128).to(device, dtype)
+        tables = kernels.rotary_tables(torch.arange(50, device=device) * 700, torch.rand(64, device=device), 1.0)
+        cos, sin = (t.to(dtype) for t in tables)
+        theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+        for ours, other in zip(kernels.rotary(q, k, cos, sin), theirs, strict=True):
+            expect(f"{name} rotary", ours, other[0].transpose(0, 1).contiguous())
+    logits = torch.randn(24, vocab).to(device) * 3
+    params = ops.RowParams.repeat(24)
+    params.top_k[4:8], params.top_p[6:12], params.min_p[10:14], params.temperature[3:20] = 50, 0.9, 0.05, 0.7
+    counters = np.arange(24, dtype=np.uint64), np.arange(24), np.arange(24)
+    tokens = torch.full((24,), -1, device=device)
+    fields, _ = ops.distribution(logits, params, tokens, *counters)
+    report["hashes"]["distribution"] = digest([fields, tokens])
+    for row in range(24):
+        again = torch.full((1,), -1, device=device)
+        part = slice(row, row + 1)
+        alone, _ = ops.distribution(logits[part], params[part], again, *(c[part] for c in counters))
+        expect(f"distribution row {row}", torch.cat((alone[0], again)), torch.cat((fields[row], tokens[part])))
+    return report
+
+
+def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[str, Any]:
+    """The engine under random schedules against the trainer: small families, named shapes, graphs and eager, after
+    optimizer steps."""
+    from models import CONFIGS, make_checkpoint
+    from test_schedules import check_results, random_requests, run_schedule
+
+    report: dict[str, Any] = {"schedules": 0, "tokens": 0, "differ": []}
+
+    def schedule(name, path, dtype, model, vocab, requests, longest, seed, **settings):
+        rng = random.Random(seed)
+        asked = random_requests(rng, vocab, requests, longest)
+        try:
+            results, _ = run_schedule(path, dtype, rng, asked, model, device=str(device), **settings)
+            check_results(model, asked, results)
+            report["tokens"] += sum(len(c.token_ids) for out in results for c in out.completions)
+        except AssertionError as error:
+            report["differ"].append(f"{name} {dtype} {settings}: {str(error)[:200]}")
+        report["schedules"] += 1
+
+    for family, dtype in itertools.product(CONFIGS if cases else (), DTYPES):
+        path = make_checkpoint(pathlib.Path(folder) / family, family)
+        model = exact_model(path, dtype, device)
+        for case in range(cases):
+            eager = {"enforce_eager": case % 2 == 1}
+            schedule(family, path, dtype, model, 1001, 6, 45, f"{family}{dtype}{case}", **eager)
+    for size in sizes:
+        path = checkpoint(size, folder)
+        model = exact_model(path, "bfloat16", device)
+        llm = LLM(path, dtype="bfloat16", device=str(device), kv_cache_memory_bytes=2**30, skip_tokenizer_init=True)
+        rng, vocab = random.Random(0), model.config.vocab_size
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(3 if cases else 2):
+            longest, count, tokens = (600, 16, 40) if cases else (20, 2, 2)
+            prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+            params = SamplingParams(
+                n=2, max_tokens=tokens, seed=step, ignore_eos=True, temperature=(1.0, 0.7, 1.3)[step]
+            )
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            sequences = [o.prompt_token_ids + c.token_ids for o in outputs for c in o.completions]
+            logprobs = token_logprobs(model, sequences, params)
+            rollout = [torch.tensor(c.logprobs) for o in outputs for c in o.completions]
+            trainer = [lp[-tokens:].detach().cpu() for lp in logprobs]
+            wrong = sum(not torch.equal(a, b) for a, b in zip(rollout, trainer, strict=True))
+            report["tokens"] += tokens * len(rollout)
+            if wrong:
+                report["differ"].append(f"{size} after {step} steps: {wrong} of {len(rollout)} sequences")
+            torch.cat(logprobs).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            llm.update_weights(model)
+        llm.close()
+        del model, llm, optimizer
+        if torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()
+    return report
+
+
+def run(device, tiny: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
+        rows = (1, 2, 3, 8, 17) if tiny else (1, 2, 7, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024, 4096)
+        return {
+            "linear": gate_linear(device, "tiny" if tiny else "1.7B", rows, not tiny),
+            "attention": gate_attention(device, [70, 9] if tiny else [2000, 600, 33], *((4, 2, 16) if tiny else ())),
+            "rows": gate_rows(device, (64,), 600) if tiny else gate_rows(device, (128, 1024, 2048), 151_936),
+            "engine": properties(device, folder, ["tiny"] if tiny else ["0.6B", "1.7B"], 0 if tiny else 4),
+        }

@@ -1,0 +1,262 @@
+"""What exactness costs on this GPU: ratios in one run, against the same engine on cuBLAS, bandwidth, and HF."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as checkpoint_function
+
+from samebits import LLM, SamplingParams
+from samebits.engine.model_runner import ModelRunner
+from samebits.engine.pipeline import decode_seconds
+from samebits.kernels import ops
+from samebits.trainer import exact_model, token_logprobs
+
+from gpu_bits import checkpoint, shapes
+
+linear = import_module("samebits.kernels.triton.linear")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds(device: torch.device, call: Callable[[], Any], repeats: int = 5) -> float:
+    """Median, after one call to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def rates(device: torch.device, tiny: bool) -> dict[str, float]:
+    """Bytes a second of a large copy, read and written; floating-point operations a second of a large product."""
+    size, n = (1 << 20, 128) if tiny else (1 << 32, 8192)
+    source, target = torch.empty(2, size, dtype=torch.uint8, device=device)
+    a, b = torch.randn(2, n, n, device=device).bfloat16()
+    return {
+        "copy_bytes_s": 2 * size / seconds(device, lambda: target.copy_(source)),
+        "cublas_bf16_flop_s": 2 * n**3 / seconds(device, lambda: a @ b),
+    }
+
+
+def linears(device: torch.device, size: str, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Each shape against cuBLAS, microseconds."""
+    return [
+        {"linear": part, "rows": count} | one_linear(device, *shape, count, part == "lm_head")
+        for part, shape in shapes(size).items()
+        for count in rows
+    ]
+
+
+def one_linear(device: torch.device, features: int, depth: int, rows: int, head: bool) -> dict[str, float]:
+    """By replays of a captured graph of several calls on different weights, more than the L2 cache holds."""
+    copies = max(1, min(16, (256 << 20) // (2 * features * depth)))
+    x = torch.randn(rows, depth, device=device).bfloat16()
+    weights = [torch.randn(features, depth, device=device).bfloat16() for _ in range(copies)]
+    dtype = torch.float32 if head else torch.bfloat16
+    ours = graph_seconds(device, lambda: [linear.products(x, [w], [None], dtype) for w in weights]) / copies
+    cublas = graph_seconds(device, lambda: [x @ w.t() for w in weights]) / copies
+    return {"us": ours * 1e6, "cublas_us": cublas * 1e6, "ratio": cublas / ours}
+
+
+def graph_seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    if device.type != "cuda":
+        return seconds(device, call, 1)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return seconds(device, graph.replay, 10)
+
+
+def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_bytes: int) -> list[dict[str, Any]]:
+    """A whole decode step, sampling included, and the same without exact ops (cuBLAS, torch's norms and activations;
+    the paged attention and the graphs are the same in both); of the bound by bandwidth, weights and KV read once."""
+    limits = (max(batches), max(contexts) + 1) if ops.backend(device).GRAPHS else ()
+    runners, size = {}, 0
+    for kind, exact in (("exact_ms", True), ("plain_ms", False)):
+        model = exact_model(path, "bfloat16", device, exact=exact)
+        size = sum(p.nbytes for p in model.parameters())
+        runners[kind] = ModelRunner(model, 1, *limits)
+    config, block = model.config, ops.backend(device).BLOCK
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    found = []
+    for context, batch in itertools.product(contexts, batches):
+        pages = batch * (context // block + 1)
+        if pages * block * token > kv_bytes:
+            continue
+        row: dict[str, Any] = {"batch": batch, "context": context}
+        for kind, runner in runners.items():
+            runner.num_blocks = pages
+            runner.take_kv_cache()
+            row[kind] = decode_seconds(runner, batch, context) * 1e3
+            runner.free_kv_cache()
+        row["bound_ms"] = (size + batch * context * token) / copy_rate * 1e3
+        row["of_plain"], row["of_bound"] = row["plain_ms"] / row["exact_ms"], row["bound_ms"] / row["exact_ms"]
+        found.append(row)
+    return found
+
+
+def training(device: torch.device, path, count: int, length: int) -> dict[str, Any]:
+    """Forward, and forward + backward, of packed sequences: log-probs of each token; HF does the same in a batch."""
+    from transformers import AutoModelForCausalLM
+
+    rng = random.Random(0)
+    sequences = [[rng.randrange(256) for _ in range(length)] for _ in range(count)]
+    model: Any = exact_model(path, "bfloat16", device)
+    times = [seconds(device, functools.partial(exact_step, model, sequences, b), 3) for b in (False, True)]
+    model = None
+    free(device)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    ids = torch.tensor(sequences, device=device)
+    theirs = [seconds(device, functools.partial(hf_step, model, ids, b), 3) for b in (False, True)]
+    model = None
+    free(device)
+    return {
+        "sequences": count, "tokens": length, "forward_s": times[0], "step_s": times[1], "hf_forward_s": theirs[0],
+        "hf_step_s": theirs[1], "forward_over_hf": times[0] / theirs[0], "step_over_hf": times[1] / theirs[1],
+    }  # fmt: skip
+
+
+def exact_step(model, sequences: list[list[int]], backward: bool) -> None:
+    with torch.set_grad_enabled(backward):
+        logprobs = torch.cat(token_logprobs(model, sequences))
+    if backward:
+        logprobs.mean().backward()
+        model.zero_grad()
+
+
+def hf_step(hf, ids: torch.Tensor, backward: bool) -> None:
+    """Log-probs of a batch [B, T], with the logits of one sequence at a time in memory."""
+
+    def score(hidden, targets):
+        return hf.lm_head(hidden).float().log_softmax(-1).gather(-1, targets[..., None]).mean()
+
+    with torch.set_grad_enabled(backward):
+        hidden = hf.model(input_ids=ids).last_hidden_state[:, :-1]
+        pairs = zip(hidden.split(1), ids[:, 1:].split(1), strict=True)
+        total = sum(checkpoint_function(score, *pair, use_reentrant=False) for pair in pairs)
+    if backward:
+        total.backward()
+        hf.zero_grad()
+
+
+def community(tiny: bool) -> tuple[list[list[int]], list[int]]:
+    """nano-vLLM's benchmark: 256 sequences, prompts and outputs of U[100, 1024] tokens, seed 0."""
+    random.seed(0)
+    count, most, vocab = (4, 110, 200) if tiny else (256, 1024, 10_000)
+    prompts = [[random.randint(0, vocab) for _ in range(random.randint(100, most))] for _ in range(count)]
+    return prompts, [random.randint(100, most) // (10 if tiny else 1) for _ in range(count)]
+
+
+def workload(device: torch.device, path, tiny: bool, hf_requests: int, exact: bool = True) -> dict[str, Any]:
+    """The whole workload; HF's continuous batching on the first of its prompts, one output length for all."""
+    prompts, lengths = community(tiny)
+    llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, exact=exact,
+              kv_cache_memory_bytes=2**24 if tiny else None, skip_tokenizer_init=True)  # fmt: skip
+    params = [SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True, seed=0) for n in lengths]
+    llm.generate(prompts[:4], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    llm.reset_prefix_cache()
+    synchronize(device)
+    begin = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    took = time.perf_counter() - begin
+    report: dict[str, Any] = {
+        "input_tokens": sum(map(len, prompts)), "output_tokens": sum(lengths), "seconds": took,
+        "output_tok_s": sum(lengths) / took, "kv_cache_bytes": llm.stats().kv_cache_bytes,
+    }  # fmt: skip
+    report["sleep_freed_bytes"] = llm.sleep(2)
+    llm.close()
+    del llm
+    free(device)
+    if hf_requests:
+        report["hf"] = hf_continuous(device, path, prompts[:hf_requests], 128)
+        report["of_hf"] = report["output_tok_s"] / report["hf"]["output_tok_s"]
+    return report
+
+
+def hf_continuous(device: torch.device, path, prompts: list[list[int]], length: int) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+    config = GenerationConfig(max_new_tokens=length, do_sample=True, eos_token_id=-1, pad_token_id=2)
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        outputs = model.generate_batch(inputs=prompts, generation_config=config)
+    took = time.perf_counter() - begin
+    made = sum(len(o.generated_tokens) for o in outputs.values())
+    del model
+    free(device)
+    return {"requests": len(prompts), "output_tokens": made, "seconds": took, "output_tok_s": made / took}
+
+
+def large_batch(device: torch.device, path, count: int, prompt: int, output: int) -> dict[str, Any]:
+    """Output tokens a second of `count` requests at once."""
+    rng = random.Random(0)
+    llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=count, max_model_len=2 * (prompt + output),
+              max_num_batched_tokens=8192, skip_tokenizer_init=True,
+              kv_cache_memory_bytes=None if count > 4 else 2**24)  # fmt: skip
+    vocab = llm.core.pipeline.model_config.vocab_size
+    prompts = [[rng.randrange(vocab) for _ in range(prompt)] for _ in range(count)]
+    times = []
+    for tokens in (2, output, 2, output):
+        llm.reset_prefix_cache()
+        begin = time.perf_counter()
+        llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0), use_tqdm=False)
+        times.append(time.perf_counter() - begin)
+    llm.close()
+    del llm
+    free(device)
+    whole, start = min(times[1::2]), min(times[::2])
+    return {
+        "requests": count, "prompt": prompt, "output": output, "output_tok_s": count * output / whole,
+        "decode_tok_s": count * (output - 2) / (whole - start),
+    }  # fmt: skip
+
+
+def parts(device: torch.device, tiny: bool) -> list[tuple[str, Callable[[dict], Any]]]:
+    """(name, measurement), each given what was measured before it; in the order of their worth."""
+    folder = tempfile.mkdtemp()
+    small, large = (checkpoint(size, folder) for size in (("tiny", "tiny") if tiny else ("0.6B", "1.7B")))
+    batches, contexts = ((1, 3), (64,)) if tiny else ((1, 8, 32, 128, 256), (1024, 8192, 32_768))
+    packed, many = ((2, 20), (3, 8, 6)) if tiny else ((8, 1024), (512, 128, 256))
+
+    def decode_all(done: dict) -> Any:
+        return decode(device, large, batches, contexts, done["rates"]["copy_bytes_s"], 60 << 30)
+
+    found = [
+        ("rates", lambda _: rates(device, tiny)),
+        ("decode", decode_all),
+        ("training", lambda _: training(device, large, *packed)),
+        ("large_batch", lambda _: large_batch(device, large, *many)),
+        ("workload", lambda _: workload(device, small, tiny, 0 if tiny else 64)),
+        ("workload without exact ops", lambda _: workload(device, small, tiny, 0, exact=False)),
+    ]
+    if device.type == "cuda":
+        found.append(("linears", lambda _: linears(device, "1.7B", (1, 8, 16, 32, 64, 128, 256, 1024, 4096))))
+    return found
