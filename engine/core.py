@@ -16,7 +16,7 @@ import torch
 
 from ..kernels import ops
 from ..model.exact import load_config
-from ..scheduler import BlockManager, Scheduler
+from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
 from .distributed.fan_out import FanOut, FanOutUpdate
 from .distributed.worker import WorkerError
@@ -24,7 +24,7 @@ from .interrupts import deferred_interrupt
 from .model_runner import Draw, Planner
 from .outputs import EngineStats
 from .pipeline import Pipeline
-from .request import Request, SampledToken
+from .request import Request, Sample, SampledToken
 from .weights import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,12 @@ class EngineCore:
         plan, draws = self.planner.plan(batch, self.scheduler.block_copies)
         try:
             self.pipeline.submit(plan)
+        except torch.OutOfMemoryError as error:
+            if self.pipeline.remote:
+                self.failure = f"a stage ran out of memory: {error}"
+                raise
+            self._make_do(batch, error)
+            return self.scheduler.has_work
         except BaseException as error:
             if self.pipeline.remote:  # other stages have the plan, and would pair it with the next one's hidden states
                 self.failure = f"{type(error).__name__}: {error}"
@@ -167,6 +173,26 @@ class EngineCore:
                 draw.sample.request.num_scores_due += 1
         self._flights.append(draws)
         return True
+
+    def _make_do(self, batch: Batch, error: Exception) -> None:
+        """After a step that ran out of memory: smaller ones from now on; where none can be, the request ends."""
+        torch.cuda.empty_cache()
+        sequences, tokens, scheduler = batch.sequences, batch.num_tokens, self.scheduler
+        for seq in sequences:
+            seq.num_scheduled_tokens = 0
+        if tokens > len(sequences):
+            scheduler.max_num_batched_tokens = max(len(sequences), tokens // 2)
+        elif len(sequences) > 1:
+            scheduler.max_num_seqs = len(sequences) // 2
+            while len(scheduler.running) > scheduler.max_num_seqs:
+                scheduler.preempt_newest()
+        else:
+            sample = sequences[0]
+            assert isinstance(sample, Sample)
+            self.end(sample.request, "error", f"out of memory: {error}")
+            return
+        limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        logger.warning("out of memory; from now on at most %d sequences and %d tokens a step", *limits)
 
     def _collect(self) -> None:
         draws = self._flights.popleft()

@@ -91,8 +91,7 @@ class Scheduler:
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
                 preempted = True
-                self.stats.preemptions += 1
-                self._preempt(self.running[-1])
+                self.preempt_newest()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
@@ -121,6 +120,11 @@ class Scheduler:
         seq.num_scheduled_tokens = tokens
         batch.sequences.append(seq)
         return tokens
+
+    def preempt_newest(self) -> None:
+        """Takes all KV from the newest running sequence, which starts over later."""
+        self.stats.preemptions += 1
+        self._preempt(self.running[-1])
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop(seq)

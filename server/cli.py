@@ -24,6 +24,7 @@ app.command()(train)
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Seed = Annotated[int | None, typer.Option(help="Fixes the random numbers.")]
@@ -43,6 +44,7 @@ def generate(
     max_tokens: MaxTokens = 64,
     seed: Seed = None,
     dtype: DType = "float32",
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Completes a prompt and shows each token's log-prob."""
@@ -52,7 +54,7 @@ def generate(
     params = SamplingParams(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )  # checked before the model loads
-    out = LLM(model, dtype=dtype).generate(text, params)[0]
+    out = LLM(model, dtype=dtype, device=device).generate(text, params)[0]
     if as_json:
         rows = [
             {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
@@ -74,12 +76,13 @@ def chat(
     max_tokens: MaxTokens = 512,
     seed: Seed = None,
     dtype: DType = "float32",
+    device: Device = "cpu",
 ) -> None:
     """Talks with a model; an empty line, 'exit' or Ctrl-D ends it, Ctrl-C stops an answer."""
     from ..engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model, dtype=dtype)
+    llm = LLM(model, dtype=dtype, device=device)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -109,8 +112,8 @@ def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
     dtype: DType = "float32",
+    device: Device = "cpu",
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
     admin_key: Annotated[
@@ -169,6 +172,7 @@ def serve(
 def verify(
     model: Model,
     dtype: DType = "float32",
+    device: Device = "cpu",
     linear_route: Annotated[str, typer.Option(help="fma (any CPU) or mkl (Intel, strict mode).")] = "fma",
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
     plant_fault: Annotated[
@@ -178,7 +182,7 @@ def verify(
     """Proves on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
     from ..trainer.verify import verify as run
 
-    report = run(model, dtype, linear_route, seed, plant_fault)
+    report = run(model, dtype, linear_route, seed, plant_fault, device=device)
     table = Table(
         "sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0)
     )
@@ -201,6 +205,7 @@ def verify(
 @app.command()
 def contract(
     dtype: DType = "float32",
+    device: Device = "cpu",
     linear_route: Annotated[str, typer.Option(help="fma or mkl.")] = "fma",
     as_json: AsJson = False,
 ) -> None:
@@ -212,8 +217,8 @@ def contract(
     from ..kernels.contract import Contract
     from ..model.exact import parse_dtype
 
-    device = torch.device("cpu")
-    found = Contract.of(parse_dtype(dtype, device), device, linear_route)
+    where = torch.device(device)
+    found = Contract.of(parse_dtype(dtype, where), where, linear_route)
     if as_json:
         print(json.dumps({**asdict(found), "hash": found.hash}))
         return
@@ -230,6 +235,7 @@ def bench(
     workload: Annotated[str, typer.Option(help="mixed or grouped.")] = "mixed",
     repeats: Annotated[int, typer.Option(help="Timed runs per engine; the median counts.")] = 3,
     dtype: DType = "float32",
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Times the engine on a workload, with its exact ops and with torch's."""
@@ -237,7 +243,7 @@ def bench(
 
     if workload not in WORKLOADS:
         raise ValueError(f"workload {workload!r}; choose one of {', '.join(WORKLOADS)}")
-    results = [measure(model, WORKLOADS[workload](), repeats, dtype, exact) for exact in (True, False)]
+    results = [measure(model, WORKLOADS[workload](), repeats, dtype, exact, device=device) for exact in (True, False)]
     if as_json:
         print(json.dumps(results))
         return
@@ -254,7 +260,7 @@ def _params(temperature: float, top_p: float, top_k: int, min_p: float):
     return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
 
 
-def _scorer(model: str | None, dtype: str):
+def _scorer(model: str | None, dtype: str, device: str):
     """(the exact model or None, a decoder of token ids or None)."""
     if model is None:
         return None, None
@@ -263,7 +269,7 @@ def _scorer(model: str | None, dtype: str):
     from ..model import exact_model
     from ..model.checkpoint import resolve
 
-    scorer = exact_model(model, dtype)
+    scorer = exact_model(model, dtype, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(model))
     except (OSError, ValueError):
@@ -292,6 +298,7 @@ def rollout(
     max_tokens: MaxTokens = 256,
     seed: Seed = None,
     dtype: DType = "float32",
+    device: Device = "cpu",
 ) -> None:
     """Samples exact rollouts: the reference that calibrate compares other engines with."""
     from ..engine import LLM, SamplingParams
@@ -300,7 +307,7 @@ def rollout(
     params = SamplingParams(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, seed=seed
     )
-    count = mismatch.write_exact(LLM(model, dtype=dtype), prompts, out, params)
+    count = mismatch.write_exact(LLM(model, dtype=dtype, device=device), prompts, out, params)
     console.print(f"{count} rollouts in {out}", highlight=False)
 
 
@@ -309,6 +316,7 @@ def diagnose(
     rollouts: Rollouts,
     model: Scorer = None,
     dtype: DType = "float32",
+    device: Device = "cpu",
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -323,7 +331,7 @@ def diagnose(
     from . import mismatch, report
 
     params = _params(temperature, top_p, top_k, min_p)
-    scorer, decode = _scorer(model, dtype)
+    scorer, decode = _scorer(model, dtype, device)
     result = mismatch.diagnose(rollouts, scorer, params)
     parts = report.diagnosis(result, decode)
     if page is not None:
@@ -343,6 +351,7 @@ def calibrate(
     ] = None,
     model: Scorer = None,
     dtype: DType = "float32",
+    device: Device = "cpu",
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -362,7 +371,7 @@ def calibrate(
     from . import mismatch, report
 
     params = _params(temperature, top_p, top_k, min_p)
-    scorer, _ = _scorer(model, dtype)
+    scorer, _ = _scorer(model, dtype, device)
     result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
     chosen = result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])

@@ -1459,3 +1459,32 @@ def test_the_default_pool_is_no_larger_than_can_be_used(checkpoint):
     llm = LLM(checkpoint("llama"), max_num_seqs=3, max_model_len=100)
     assert llm.stats().kv_blocks_total == 3 * 4
     assert llm.stats().kv_cache_bytes == 12 * ModelRunner.block_bytes(exact_model(checkpoint("llama")))
+
+
+def test_running_out_of_memory_makes_steps_smaller_or_ends_one_request(checkpoint, monkeypatch):
+    """Smaller chunks, then fewer sequences; a request that is too much alone ends, the others get their tokens."""
+    path = checkpoint("llama")
+    prompts = [list(range(10, 10 + n)) for n in (30, 7, 3)]
+    params = SamplingParams(n=2, max_tokens=6, seed=1, ignore_eos=True)
+    expected = LLM(path).generate(prompts, params, use_tqdm=False)
+
+    def limited(llm, too_much):
+        submit = llm.core.pipeline.submit
+
+        def check(plan):
+            if too_much(plan.token_ids):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            submit(plan)
+
+        monkeypatch.setattr(llm.core.pipeline, "submit", check)
+        return llm.generate(prompts, params, use_tqdm=False)
+
+    for most in (1, 3, 20):
+        outs = limited(LLM(path), lambda ids, most=most: len(ids) > most)
+        assert [[c.logprobs for c in o.completions] for o in outs] == [
+            [c.logprobs for c in o.completions] for o in expected
+        ]
+    outs = limited(LLM(path, max_num_batched_tokens=1), lambda ids: 39 in ids)  # the first prompt's last token
+    assert [c.finish_reason for c in outs[0].completions] == ["error", "error"]
+    assert "memory" in outs[0].completions[0].stop_reason
+    assert [c.logprobs for c in outs[1].completions] == [c.logprobs for c in expected[1].completions]

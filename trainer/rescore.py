@@ -37,7 +37,7 @@ def rescore(
         row_params = _row_params(model, params, batch.layout.lengths, prompts, batch.index)
         chunk = max(1, _LOGITS // model.config.vocab_size)
         logprobs, _, best = _run(model, head, batch.ids, batch.index, batch.layout, row_params, chunk)
-        yield from zip(logprobs.split(batch.counts), best.split(batch.counts), strict=True)
+        yield from zip(logprobs.cpu().split(batch.counts), best.cpu().split(batch.counts), strict=True)
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def gradient_sketch(
             rows = hidden[index]
             error = left[batch.ids[index + 1]] - (head(rows) / temperature).softmax(-1) @ left
             parts.append((error[:, :, None] * (rows.float() @ right)[:, None, :]).flatten(1) / temperature)
-        yield from torch.cat(parts).split(batch.counts)
+        yield from torch.cat(parts).cpu().split(batch.counts)
 
 
 def _head(model: PreTrainedModel) -> LMHead:

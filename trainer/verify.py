@@ -67,6 +67,7 @@ def verify(
     seed: int = 0,
     plant_fault: str | None = None,
     use_tqdm: bool = True,
+    device: str = "cpu",
 ) -> VerifyReport:
     """Runs every setting of SAMPLING under a random schedule and compares all log-probs, as bits, with the trainer's.
 
@@ -74,13 +75,13 @@ def verify(
     the engine whose op is replaced by torch's own first, to see that the proof can fail. On a difference, both sides
     recompute the sequence and `fault` names the first module whose output differs.
     """
-    model = exact_model(name, dtype, linear_route=linear_route)
+    model = exact_model(name, dtype, device, linear_route)
     rng = random.Random(seed)
     vocab, room = model.config.vocab_size, min(model.config.max_position_embeddings, 512)
     longest = min(96, room // 2)
     pool = 5 * 2 * longest  # tokens
     llm = LLM(
-        name, dtype=dtype, linear_route=linear_route, max_model_len=room,
+        name, dtype=dtype, device=device, linear_route=linear_route, max_model_len=room,
         kv_cache_memory_bytes=_kv_bytes(model, pool), skip_tokenizer_init=True,
     )  # fmt: skip
     if plant_fault is not None:
@@ -131,7 +132,7 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
         expected = token_logprobs(model, sequences, params)
     differing, worst, first = 0, 0.0, None
     for (prompt, completion), sequence, logprobs in zip(pairs, sequences, expected, strict=True):
-        ours, theirs = torch.tensor(completion.logprobs), logprobs[len(prompt) :]
+        ours, theirs = torch.tensor(completion.logprobs), logprobs[len(prompt) :].cpu()
         unequal = ours != theirs
         if unequal.any():
             differing += int(unequal.sum())
@@ -189,7 +190,7 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
     tokens = sequence[: position + 1]
     ours = _engine_activations(llm, tokens)
     with _Recorder(model) as recorder, torch.no_grad():
-        model(torch.tensor([tokens]), logits_to_keep=1)
+        model(torch.tensor([tokens], device=model.device), logits_to_keep=1)
     previous = "the input"
     for name, (inputs, outputs) in recorder.seen.items():
         our_inputs, our_outputs = ours[name]
@@ -203,6 +204,7 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
 
 def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """The engine's activations: a prefill of all tokens but the last, then a step of one token."""
+    _core(llm).runner.graphs = None  # a replay calls no module
     sample = llm.process(tokens, SamplingParams(max_tokens=1), "activations").samples[0]
     blocks = llm.scheduler.blocks
     if not blocks.grow(sample, len(tokens)):
