@@ -14,6 +14,7 @@ BUDGETS = {
     "engine + scheduler + model": 2000,
     "engine/distributed": None,
     "kernels": None,
+    "kernels/triton": None,
     "trainer": 600,
     "correction": 600,
     "integrations": None,

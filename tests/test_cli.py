@@ -199,11 +199,11 @@ def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkp
     pytest.skip("this CPU's oneMKL keeps no strict mode: the route was refused, as it must be")
 
 
-def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint):
+def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     for command in (["generate", checkpoint(), "hello"], ["verify", checkpoint()], ["contract"]):
-        done = samebits(*command, "--device", "cuda", env=environment)
+        done = samebits(*command, "--device", "cuda")
         assert done.returncode == 2
         assert "torch sees no NVIDIA GPU" in done.stderr.replace("\n", " ")
