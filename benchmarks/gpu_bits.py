@@ -71,12 +71,14 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def all_tiles(dtype: torch.dtype, thorough: bool) -> Iterator[Tile]:
-    blocks = (16, 32, 64, 128) if dtype != torch.float32 else (16, 32, 64)
-    stages = (2, 3, 4) if thorough else (3,)
-    for m, n, stage, warps, split in itertools.product(blocks, (16, 32, 64, 128), stages, (4, 8), (True, False)):
-        if dtype != torch.float32 or n <= 64:
-            yield Tile(m, n, stage, warps, split)
+def all_tiles(dtype: torch.dtype) -> Iterator[Tile]:
+    """Every kind of tile in bfloat16, a sample in the others: each is a compilation of a second."""
+    half = dtype != torch.float32
+    many = dtype == torch.bfloat16
+    heights, widths = (16, 32, 64, 128) if half else (16, 32, 64), (16, 64, 128) if many else (64,)
+    stages, warps = ((2, 4), (4, 8)) if many else ((3,), (4,))
+    for m, n, stage, warp, split in itertools.product(heights, widths, stages, warps, (True, False)):
+        yield Tile(m, n, stage, warp, split)
 
 
 def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[str, Any]:
@@ -97,9 +99,7 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
             if not torch.equal(linear.products(x[:count], [w], [None], torch.float32)[0], whole[:count]):
                 report["differ"].append(f"{name} {part}: {count} rows")
         few = 130 if part in ("qkv", "down") else 40
-        for tile in (
-            all_tiles(dtype, part == "qkv") if thorough else [Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)]
-        ):
+        for tile in all_tiles(dtype) if thorough else [Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)]:
             try:
                 out = linear.products(x[:few], [w], [None], torch.float32, tile)[0]
             except Exception as error:  # what doesn't fit this GPU's shared memory
@@ -214,8 +214,9 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
             report["differ"].append(f"{name} {dtype} {settings}: {str(error)[:200]}")
         report["schedules"] += 1
 
-    for family, dtype in itertools.product(CONFIGS if cases else (), DTYPES):
-        path = make_checkpoint(pathlib.Path(folder) / family, family)
+    pairs = [*((family, "bfloat16") for family in CONFIGS), ("qwen3", "float16"), ("llama", "float32")]
+    for family, dtype in pairs if cases else ():
+        path = make_checkpoint(pathlib.Path(folder) / f"{family}-{dtype}", family)
         model = exact_model(path, dtype, device)
         for case in range(cases):
             eager = {"enforce_eager": case % 2 == 1}

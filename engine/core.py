@@ -90,7 +90,7 @@ class EngineCore:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def check_fits(self, request: Request) -> None:
-        self.scheduler.check_fits(request.samples[0])
+        request.samples[0].check_fits(self.capacity)
 
     def submit(self, request: Request) -> None:
         """Starts a request; one that has tokens already goes on from them."""

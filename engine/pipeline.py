@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import pathlib
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from .distributed.fan_out import FanOut, UpdateMember
 from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, launch, results
 from .model_runner import ModelRunner, Plan
 from .request import SampledToken
-from .transfer import TensorSpec, WeightGroup, new_backend
+from .transfer import TensorSpec, WeightGroup, free_port, new_backend
 from .weights import WeightLoader, WeightTable, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -164,8 +163,7 @@ class Stage(UpdateMember):
     def free_address(self) -> tuple[str, int]:
         """Where this stage could listen."""
         host = ray_backend.node_address() if self.config.backend == "ray" else "127.0.0.1"
-        with socket.create_server((host, 0)) as s:
-            return host, s.getsockname()[1]
+        return host, free_port(host)
 
     def send_weights(self, address: str, port: int) -> None:
         """To the same stage of another replica, which does `take_weights` meanwhile; the address is this stage's."""
@@ -283,8 +281,7 @@ class Pipeline:
         results([(m.name, m.call(method, *a)) for m, a in pairs], self.config.start_timeout)
 
     def _connect(self, host: str) -> None:
-        with socket.create_server((host, 0)) as s:
-            port = s.getsockname()[1]
+        port = free_port(host)
         calls = [(p.name, p.call("connect", host, port)) for p in self.remote]
         self.first.connect(host, port)
         results(calls, self.config.worker_timeout)

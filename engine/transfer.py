@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -217,6 +218,12 @@ class WeightGroup:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+def free_port(host: str) -> int:
+    """One that nobody listens on now; rank 0 of a group will, so be quick."""
+    with socket.create_server((host, 0)) as s:
+        return s.getsockname()[1]
 
 
 def new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:

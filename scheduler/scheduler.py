@@ -62,19 +62,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def check_fits(self, seq: Sequence) -> None:
-        """ValueError if the sequence could ever outgrow the pool."""
-        most = seq.num_prompt_tokens + seq.max_tokens - 1  # the last token's KV is never needed
-        capacity = self.blocks.num_blocks * self.blocks.block_size
-        if most > capacity:
-            raise ValueError(
-                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens {seq.max_tokens} can't fit the KV cache of "
-                f"{capacity} tokens; lower max_tokens or raise kv_cache_memory_bytes"
-            )
-
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; its siblings start when its prompt's KV exists."""
-        self.check_fits(seq)
+        seq.check_fits(self.blocks.num_blocks * self.blocks.block_size)
         insort(self.waiting, seq, key=_arrival)
 
     def schedule(self) -> Batch:

@@ -65,6 +65,14 @@ class Sequence:
         """Does the scheduled step reach the last token, so that the next one is sampled?"""
         return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
 
+    def check_fits(self, capacity: int) -> None:
+        """ValueError if the sequence could ever outgrow a KV cache of so many tokens."""
+        if self.num_prompt_tokens + self.max_tokens - 1 > capacity:  # the last token's KV is never needed
+            raise ValueError(
+                f"prompt of {self.num_prompt_tokens} tokens + max_tokens {self.max_tokens} can't fit the KV cache of "
+                f"{capacity} tokens; lower max_tokens or raise kv_cache_memory_bytes"
+            )
+
     def __repr__(self) -> str:
         counters = f"{self.num_cached_tokens}+{self.num_scheduled_tokens}/{self.num_tokens}"
         return f"Sequence({self.seq_id}, {self.status.name.lower()}, {counters})"

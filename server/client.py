@@ -12,7 +12,7 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.transfer import DEFAULT_NAME, TensorSpec, WeightGroup, full_tensors, manifest_of
+from ..engine.transfer import DEFAULT_NAME, TensorSpec, WeightGroup, free_port, full_tensors, manifest_of
 from ..engine.weights import check_contract
 from ..kernels.contract import Contract
 from .updates import DEFAULT_LABEL
@@ -149,10 +149,7 @@ class Client:
     def _join(self, address: str) -> WeightGroup:
         if self._group is not None:
             self._group.close()
-        with socket.socket() as s:
-            s.bind(("", 0))
-            port = s.getsockname()[1]
-        world = 1 + self.get("/get_world_size")["world_size"]
+        port, world = free_port(""), 1 + self.get("/get_world_size")["world_size"]
         where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
         with _Meanwhile(self.post, "/init_weights_update_group", where | {"backend": "gloo"}) as reply:
             group = WeightGroup(address, port, 0, world, DEFAULT_NAME, timeout=self.timeout)

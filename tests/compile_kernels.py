@@ -86,7 +86,7 @@ def catch_all(capability: int) -> None:
         module.launch = catch
     attention.multiprocessors = lambda device: 132
     attention.shared_memory = lambda device: SHARED_MEMORY[capability]
-    for dtype in (torch.bfloat16, torch.float32):  # float16 differs from bfloat16 in no layout
+    for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
         for tile in tiles:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import pathlib
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
-from ..transfer import TensorSpec, TransferError, WeightGroup, gathering, manifest_of
+from ..transfer import TensorSpec, TransferError, WeightGroup, free_port, gathering, manifest_of
 from ..weights import Source, WeightTable, WeightUpdate, WeightUpdateError, check_contract, check_dtype
 from .worker import LocalPeer, Peer, WorkerError, results
 
@@ -61,16 +60,16 @@ class FanOut:
     def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float):
         """Makes the members ranks `rank`, `rank` + 1, ... of a weight group that others make."""
         self.leave(name)
-        calls = []
-        for i, m in enumerate(self.members):
-            where = name, address, port, rank + i * self.ranks, world_size, backend, timeout
-            calls.append((m.name, m.call("join_group", *where)))
         try:
-            results(calls, timeout + 10)
+            results(self._joining(name, address, port, rank, world_size, backend, timeout), timeout + 10)
         except BaseException:
             self.leave(name)
             raise
         self.group_names.add(name)
+
+    def _joining(self, name: str, address: str, port: int | str, rank: int, *rest) -> list[tuple[str, Future]]:
+        places = ((m, rank + i * self.ranks) for i, m in enumerate(self.members))
+        return [(m.name, m.call("join_group", name, address, port, place, *rest)) for m, place in places]
 
     def leave(self, name: str) -> bool:
         known = name in self.group_names
@@ -87,13 +86,8 @@ class FanOut:
         if self._own is None or not self._own.usable:
             self.close()
             name = f"fan-out-{os.getpid()}-{next(_names)}"
-            with socket.create_server((self.host, 0)) as s:
-                port = s.getsockname()[1]
-            world = 1 + len(self.members) * self.ranks
-            calls = []
-            for i, m in enumerate(self.members):
-                where = name, self.host, port, 1 + i * self.ranks, world, "gloo", self.timeout
-                calls.append((m.name, m.call("join_group", *where)))
+            port, world = free_port(self.host), 1 + len(self.members) * self.ranks
+            calls = self._joining(name, self.host, port, 1, world, "gloo", self.timeout)
             self._own = WeightGroup(self.host, port, 0, world, name, timeout=self.timeout)
             results(calls, self.timeout)
         return self._own

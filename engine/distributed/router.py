@@ -305,12 +305,7 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def check_fits(self, request: Request) -> None:
-        sample = request.samples[0]
-        if sample.num_prompt_tokens + sample.max_tokens - 1 > self.room:
-            raise ValueError(
-                f"prompt of {sample.num_prompt_tokens} tokens + max_tokens {sample.max_tokens} can't fit the KV cache "
-                f"of {self.room} tokens; lower max_tokens or raise kv_cache_memory_bytes"
-            )
+        request.samples[0].check_fits(self.room)
 
     def submit(self, request: Request) -> None:
         self._pump()
