@@ -7,13 +7,16 @@ usage: python benchmarks/gpu.py [--out FOLDER] [--seconds 460] [--only bits|spee
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,41 +90,43 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no NVIDIA GPU (torch.cuda.is_available() is False): there is nothing to measure here")
-    begin, failed = time.monotonic(), False
     result: dict[str, Any] = {"versions": versions(device), "bits": {}, "speed": {}, "errors": {}}
     name = re.sub(r"\W+", "_", result["versions"]["gpu"].lower())
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.only != "speed":
-        result["bits"] = bits = gpu_bits.run(device, args.tiny)
-        compiler = f"triton {triton.__version__}" + (", tiny" if args.tiny else "")
-        changed = golden(bits, args.out / f"gpu_{name}_hashes.json", compiler)
-        for part, report in bits.items():
-            count = report.get("compared", report.get("schedules", 0))
-            print(f"{part}: {count} compared, {len(report.get('differ', []))} differ")
-            for line in report.get("differ", [])[:10]:
-                print("  DIFFERS", line)
-        for line in changed:
-            print("  CHANGED since the last run on such a GPU:", line)
-        failed = bool(changed) or any(report.get("differ") for report in bits.values())
-        print(f"{time.monotonic() - begin:.0f} s", flush=True)
-    if args.only != "bits":
-        for part, measure in gpu_speed.parts(device, args.tiny):
-            if time.monotonic() - begin > args.seconds:
-                result["errors"][part] = "no time left"
-                continue
-            try:
-                result["speed"][part] = measure(result["speed"])
-            except Exception as error:  # the others are worth having
-                failed = True
-                result["errors"][part] = traceback.format_exc()
-                print(f"{part}: {type(error).__name__}: {error}")
-            print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
-            (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    begin = time.monotonic()
+
+    def attempt(group: str, part: str, call: Callable[[], Any]) -> Any:
+        """Keeps what it returns, or why it failed: the others are worth having."""
+        if time.monotonic() - begin > args.seconds:
+            result["errors"][part] = "no time left"
+            return None
+        try:
+            result[group][part] = call()
+        except Exception as error:
+            result["errors"][part] = traceback.format_exc()
+            print(f"{part}: {type(error).__name__}: {error}")
+        print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
+        (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        return result[group].get(part)
+
+    with tempfile.TemporaryDirectory() as folder:
+        if args.only != "speed":
+            for part, gate in gpu_bits.gates(device, folder, args.tiny):
+                for line in (attempt("bits", part, gate) or {}).get("differ", [])[:10]:
+                    print("  DIFFERS", line)
+            compiler = f"triton {triton.__version__}" + (", tiny" if args.tiny else "")
+            changed = golden(result["bits"], args.out / f"gpu_{name}_hashes.json", compiler)
+            for line in changed:
+                result["errors"][line] = "changed since the last run on such a GPU"
+                print("  CHANGED since the last run on such a GPU:", line)
+        if args.only != "bits":
+            for part, measure in gpu_speed.parts(device, folder, args.tiny):
+                attempt("speed", part, functools.partial(measure, result["speed"]))
     (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     page = markdown(result)
     (args.out / f"gpu_{name}.md").write_text(page)
     print(page)
-    sys.exit(failed)
+    sys.exit(bool(result["errors"]) or any(part["differ"] for part in result["bits"].values()))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import itertools
 import pathlib
 import random
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -32,20 +31,22 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, head_dim, vocabulary
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def checkpoint(size: str, folder: str, layers: int | None = None) -> pathlib.Path:
+def checkpoint(size: str, folder: str, device) -> pathlib.Path:
     """A Qwen3 of random weights, of a published shape."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    path = pathlib.Path(folder) / f"{size}-{layers}"
+    path = pathlib.Path(folder) / size
     if not path.exists():
         hidden, intermediate, depth, heads, kv_heads, dim, vocab = QWEN3[size]
         config = Qwen3Config(
-            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers or depth,
+            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=depth,
             num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, vocab_size=vocab,
             tie_word_embeddings=True, max_position_embeddings=40_960, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path)
     return path
 
 
@@ -222,13 +223,13 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
             eager = {"enforce_eager": case % 2 == 1}
             schedule(family, path, dtype, model, 1001, 6, 45, f"{family}{dtype}{case}", **eager)
     for size in sizes:
-        path = checkpoint(size, folder)
+        path = checkpoint(size, folder, device)
         model = exact_model(path, "bfloat16", device)
         llm = LLM(path, dtype="bfloat16", device=str(device), kv_cache_memory_bytes=2**30, skip_tokenizer_init=True)
         rng, vocab = random.Random(0), model.config.vocab_size
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        for step in range(3 if cases else 2):
-            longest, count, tokens = (600, 16, 40) if cases else (20, 2, 2)
+        for step in range(3 if vocab > 1000 else 2):
+            longest, count, tokens = (600, 16, 40) if vocab > 1000 else (20, 2, 2)
             prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
             params = SamplingParams(
                 n=2, max_tokens=tokens, seed=step, ignore_eos=True, temperature=(1.0, 0.7, 1.3)[step]
@@ -253,12 +254,20 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
     return report
 
 
-def run(device, tiny: bool) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
-        rows = (1, 2, 3, 8, 17) if tiny else (1, 2, 7, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024, 4096)
-        return {
-            "linear": gate_linear(device, "tiny" if tiny else "1.7B", rows, not tiny),
-            "attention": gate_attention(device, [70, 9] if tiny else [2000, 600, 33], *((4, 2, 16) if tiny else ())),
-            "rows": gate_rows(device, (64,), 600) if tiny else gate_rows(device, (128, 1024, 2048), 151_936),
-            "engine": properties(device, folder, ["tiny"] if tiny else ["0.6B", "1.7B"], 0 if tiny else 4),
-        }
+def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name, gate), the most telling first. folder: for checkpoints."""
+    if tiny:
+        return [
+            ("linear", lambda: gate_linear(device, "tiny", (1, 2, 3, 8, 17), False)),
+            ("attention", lambda: gate_attention(device, [70, 9], 4, 2, 16)),
+            ("rows", lambda: gate_rows(device, (64,), 600)),
+            ("engine", lambda: properties(device, folder, ["tiny"], 0)),
+        ]
+    rows = 1, 2, 7, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024, 4096
+    return [
+        ("linear", lambda: gate_linear(device, "1.7B", rows, True)),
+        ("attention", lambda: gate_attention(device, [2000, 600, 33])),
+        ("rows", lambda: gate_rows(device, (128, 1024, 2048), 151_936)),
+        ("models", lambda: properties(device, folder, ["0.6B", "1.7B"], 0)),
+        ("schedules", lambda: properties(device, folder, [], 3)),
+    ]

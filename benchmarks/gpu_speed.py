@@ -7,7 +7,6 @@ import gc
 import itertools
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -114,6 +113,8 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
         for kind, runner in runners.items():
             runner.num_blocks = pages
             runner.take_kv_cache()
+            for tensor in itertools.chain(*runner.kv_caches):
+                tensor.zero_()  # or NaN may cut sampling short
             row[kind] = decode_seconds(runner, batch, context) * 1e3
             runner.free_kv_cache()
         row["bound_ms"] = (size + batch * context * token) / copy_rate * 1e3
@@ -174,15 +175,13 @@ def community(tiny: bool) -> tuple[list[list[int]], list[int]]:
     return prompts, [random.randint(100, most) // (10 if tiny else 1) for _ in range(count)]
 
 
-def workload(device: torch.device, path, tiny: bool, hf_requests: int, exact: bool = True) -> dict[str, Any]:
-    """The whole workload; HF's continuous batching on the first of its prompts, one output length for all."""
+def workload(device: torch.device, path, tiny: bool, exact: bool = True) -> dict[str, Any]:
     prompts, lengths = community(tiny)
     llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, exact=exact,
               kv_cache_memory_bytes=2**24 if tiny else None, skip_tokenizer_init=True)  # fmt: skip
     params = [SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True, seed=0) for n in lengths]
-    llm.generate(prompts[:4], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)  # compiles
     llm.reset_prefix_cache()
-    synchronize(device)
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     took = time.perf_counter() - begin
@@ -194,15 +193,14 @@ def workload(device: torch.device, path, tiny: bool, hf_requests: int, exact: bo
     llm.close()
     del llm
     free(device)
-    if hf_requests:
-        report["hf"] = hf_continuous(device, path, prompts[:hf_requests], 128)
-        report["of_hf"] = report["output_tok_s"] / report["hf"]["output_tok_s"]
     return report
 
 
-def hf_continuous(device: torch.device, path, prompts: list[list[int]], length: int) -> dict[str, Any]:
+def hf_continuous(device: torch.device, path, requests: int, length: int) -> dict[str, Any]:
+    """HF's continuous batching on the first of the workload's prompts, one output length for all."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    prompts = community(False)[0][:requests]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
     config = GenerationConfig(max_new_tokens=length, do_sample=True, eos_token_id=-1, pad_token_id=2)
     begin = time.perf_counter()
@@ -212,7 +210,7 @@ def hf_continuous(device: torch.device, path, prompts: list[list[int]], length: 
     made = sum(len(o.generated_tokens) for o in outputs.values())
     del model
     free(device)
-    return {"requests": len(prompts), "output_tokens": made, "seconds": took, "output_tok_s": made / took}
+    return {"requests": requests, "output_tokens": made, "seconds": took, "output_tok_s": made / took}
 
 
 def large_batch(device: torch.device, path, count: int, prompt: int, output: int) -> dict[str, Any]:
@@ -239,10 +237,9 @@ def large_batch(device: torch.device, path, count: int, prompt: int, output: int
     }  # fmt: skip
 
 
-def parts(device: torch.device, tiny: bool) -> list[tuple[str, Callable[[dict], Any]]]:
+def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Callable[[dict], Any]]]:
     """(name, measurement), each given what was measured before it; in the order of their worth."""
-    folder = tempfile.mkdtemp()
-    small, large = (checkpoint(size, folder) for size in (("tiny", "tiny") if tiny else ("0.6B", "1.7B")))
+    small, large = (checkpoint(size, folder, device) for size in (("tiny", "tiny") if tiny else ("0.6B", "1.7B")))
     batches, contexts = ((1, 3), (64,)) if tiny else ((1, 8, 32, 128, 256), (1024, 8192, 32_768))
     packed, many = ((2, 20), (3, 8, 6)) if tiny else ((8, 1024), (512, 128, 256))
 
@@ -252,11 +249,12 @@ def parts(device: torch.device, tiny: bool) -> list[tuple[str, Callable[[dict], 
     found = [
         ("rates", lambda _: rates(device, tiny)),
         ("decode", decode_all),
-        ("training", lambda _: training(device, large, *packed)),
         ("large_batch", lambda _: large_batch(device, large, *many)),
-        ("workload", lambda _: workload(device, small, tiny, 0 if tiny else 64)),
-        ("workload without exact ops", lambda _: workload(device, small, tiny, 0, exact=False)),
+        ("training", lambda _: training(device, large, *packed)),
+        ("workload", lambda _: workload(device, small, tiny)),
+        ("workload without exact ops", lambda _: workload(device, small, tiny, exact=False)),
     ]
     if device.type == "cuda":
         found.append(("linears", lambda _: linears(device, "1.7B", (1, 8, 16, 32, 64, 128, 256, 1024, 4096))))
+        found.append(("hf continuous batching", lambda _: hf_continuous(device, small, 64, 128)))
     return found

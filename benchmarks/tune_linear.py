@@ -17,7 +17,7 @@ from collections import defaultdict
 import torch
 from triton.testing import do_bench
 
-from samebits.kernels.triton.linear import products
+from samebits.kernels.triton.linear import BLOCK_K, products
 from samebits.kernels.triton.schedules import Tile, add_table, linear_tile
 
 from gpu_bits import QWEN3, shapes, wide_exponents
@@ -32,10 +32,11 @@ WIDTHS = 2048, 4096, 8192, 1 << 40  # bounds of the output features
 def candidates(dtype: torch.dtype, rows: int):
     """Tiles worth a trial: no much taller than the rows, and split only where that could help."""
     half = dtype != torch.float32
-    heights = [m for m in ((16, 32, 64, 128, 256) if half else (16, 32, 64)) if m < 2 * rows or m == 16]
-    widths = (16, 32, 64, 128, 256) if half else (16, 32, 64)
-    for m, n, stages, warps in itertools.product(heights[-3:], widths, (2, 3, 4, 6, 8) if half else (2, 3), (4, 8)):
-        if m * n <= 128 * 256 and (warps == 4 or m * n >= 64 * 64):
+    heights = [m for m in ((16, 32, 64, 128) if half else (16, 32, 64)) if m < 2 * rows or m == 16]
+    widths = (16, 32, 64, 128) if half else (16, 32, 64)
+    block_k, room = BLOCK_K[dtype], torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    for m, n, stages, warps in itertools.product(heights[-2:], widths, (2, 4, 6) if half else (2, 3), (4, 8)):
+        if (m + n) * block_k * dtype.itemsize * stages <= room and (warps == 4 or m * n >= 64 * 64):
             for split in (True, False) if rows <= 512 else (False,):
                 yield Tile(m, n, stages, warps, split)
 
@@ -43,7 +44,7 @@ def candidates(dtype: torch.dtype, rows: int):
 def microseconds(x: torch.Tensor, weights: list[torch.Tensor], tile: Tile | None) -> float | None:
     """None for a tile that does not fit."""
     try:
-        call = lambda: [products(x, [w], [None], x.dtype, tile) for w in weights]  # noqa: E731
+        call = lambda: [products(x, [w], [None], torch.float32, tile) for w in weights]  # noqa: E731
         return do_bench(call, warmup=5, rep=15, return_mode="median") * 1e3 / len(weights)
     except Exception as error:
         if "OutOfResources" in type(error).__name__ or "PassManager" in str(error):

@@ -15,17 +15,18 @@ from ..kernels import ops
 _BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512
 
 
-def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
     """(replay, the tensor that it fills). `run` runs before it is recorded: what it compiles or allocates for good is
-    there then."""
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        run()
-    main.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        out = run()
+    there then. Other threads may use the device meanwhile, to load new weights."""
+    with torch.cuda.device(device):
+        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            run()
+        main.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            out = run()
     return graph.replay, out
 
 
@@ -110,6 +111,8 @@ class DecodeGraphs:
         given = None if hidden is None else hidden.new_zeros((size, hidden.shape[1]))
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        replay, out = capture(lambda: self._forward(ids.long() if given is None else given, layout), self._pool)
+        replay, out = capture(
+            lambda: self._forward(ids.long() if given is None else given, layout), self._device, self._pool
+        )
         self._buckets[size] = _Bucket(size, numbers, given, replay, out)
         return self._buckets[size]

@@ -257,6 +257,8 @@ class ModelRunner:
         device = self.model.device
         if self.graphs is not None and self.graphs.fits(plan.layout):
             hidden = self.graphs.run(plan.layout, plan.token_ids, hidden)
+            if self.head is None:  # sent while the next step runs
+                hidden = hidden.clone()
         else:
             given = ops.to_device(plan.token_ids, device) if hidden is None else hidden
             hidden = self._forward(given, plan.layout)

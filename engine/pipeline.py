@@ -31,7 +31,7 @@ from ..model.stage import Layers, split_by_size, split_layers, stage_model
 from .config import EngineConfig
 from .distributed import ray_backend
 from .distributed.fan_out import FanOut, UpdateMember
-from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, launch, results
+from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, gpus_of, launch, results
 from .model_runner import ModelRunner, Plan
 from .request import SampledToken
 from .transfer import TensorSpec, WeightGroup, free_port, new_backend
@@ -243,7 +243,8 @@ class Pipeline:
                 device = config.device or "cpu"
                 self.placement = placement or ray_backend.place(distant, threads, device, config.start_timeout)
                 where = self.placement, 0 if placement is None else 1
-            self.remote = launch(names, config, threads, where)
+            gpus = [gpus_of(config, rank, 1) or "" for rank in range(1, count)]
+            self.remote = launch(names, config, threads, where, gpus if any(gpus) else None)
         try:
             made = [
                 peer.call("make", Stage, str(path), config, layers[rank], rank, count)

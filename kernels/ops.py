@@ -135,7 +135,7 @@ def linear(
 def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None]) -> list[Tensor]:
     """`linear` of one x with each of up to three packed weights, in one launch: the same bits. For rollout only."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    packed = [(w.memory, w.features, b) for w, b in zip(weights, biases, strict=True)]
+    packed = [(w.memory, w.features, None if b is None else b.detach()) for w, b in zip(weights, biases, strict=True)]
     outs = backend(x.device).linear_packed(rows, packed, x.dtype)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 

@@ -73,6 +73,7 @@ def compile_one(job: dict, capability: int) -> dict:
         "constants": {k: v for k, v in names.items() if isinstance(v, bool | int)},
         "dtypes": sorted({s for s in job["signature"].values() if s.startswith("*")}),
         "wgmma": "wgmma" in ptx,
+        "scalar_loads": "ld.global.b16" in ptx,
         "contracted": "fma" in re.sub(r"fma\S*\.f64|wgmma", "", ptx),
         "shared": compiled.metadata.shared,
         "stack": int(stack[1]) if stack else None,

@@ -214,7 +214,7 @@ def test_distributions_and_draws_are_the_cpus():
 )
 def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     """The engine's property test, on these kernels, each product with a random tile: biases; norms of q and k; a
-    window. Decode steps go through graphs."""
+    window. Decode steps go through graphs, in one case in each of two stages."""
     path = checkpoint(family, vocab_size=257, num_hidden_layers=2 if family == "qwen3" else 1)
     model = exact_model(path, dtype)
     rng = random.Random(family)
@@ -222,7 +222,8 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
         (prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, 4)))
         for prompt, params in random_requests(rng, 257, 3, 40)
     ]
-    results, llm = run_schedule(path, dtype, rng, requests, model)
+    stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
+    results, llm = run_schedule(path, dtype, rng, requests, model, **stages)
     check_results(model, requests, results)
     assert llm.core.runner.graphs._buckets
 
@@ -230,7 +231,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
 def test_gradients_are_the_cpus(checkpoint):
     """Forward by other trees and backward by other code, so equal to rounding only."""
     path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
-    sequences = [list(range(3, 80)), list(range(5, 12))]
+    sequences = [list(range(3, 40)), list(range(5, 12))]
     grads = []
     for backend in ("triton", "cpu"):
         with pytest.MonkeyPatch.context() as patch:
@@ -266,6 +267,8 @@ def test_kernels_compile(capability, tmp_path):
             assert c["stack"] <= (0 if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
+        if c["kernel"] == "_linear":
+            assert not c["scalar_loads"], f"loads of one element: {c}"
         if c["kernel"] in ("_linear", "_rms_norm") and "*bf16" in c["dtypes"]:
             assert not c["contracted"], f"a * b + c was fused: {c}"
         if c["kernel"] in ("_rms_norm", "_distribution"):

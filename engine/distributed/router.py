@@ -30,7 +30,7 @@ from ..weights import WeightUpdate, WeightUpdateError
 from . import ray_backend
 from .fan_out import FanOut, FanOutUpdate
 from .replica import Replica, ReplicaInfo
-from .worker import Peer, WorkerError, default_threads, launch, results
+from .worker import Peer, WorkerError, default_threads, gpus_of, launch, results
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,9 @@ class Router:
                     )
                 where = handle.placement, 0
             limit = config.start_timeout
-            (peer,) = launch([handle.name], config, self.threads, where)
+            stages = config.pipeline_parallel_size
+            gpus = gpus_of(config, handle.index * stages, stages)
+            (peer,) = launch([handle.name], config, self.threads, where, None if gpus is None else [gpus])
             handle.peer = peer
             peer.on_event = lambda event: self._events.put((handle, "progress", event))
             peer.on_lost = lambda: self._events.put((handle, "lost", peer))

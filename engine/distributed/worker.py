@@ -165,10 +165,13 @@ def results(calls: Sequence[tuple[str, Future]], timeout: float | None) -> list[
 # --- starting them ----------------------------------------------------------------------------------------------------
 
 
-def launch(names: Sequence[str], config: EngineConfig, threads: int, placement: Any = None) -> list[Peer]:
+def launch(
+    names: Sequence[str], config: EngineConfig, threads: int, placement: Any = None, gpus: Sequence[str] | None = None
+) -> list[Peer]:
     """Starts a worker for each name and waits until all have connected.
 
-    threads: CPU threads of each. placement: where Ray is to put them (see `ray_backend`). WorkerError when one ends
+    threads: CPU threads of each. placement: where Ray is to put them (see `ray_backend`). gpus: each one's
+    CUDA_VISIBLE_DEVICES; Ray sees to it itself. WorkerError when one ends
     before that, or after config.start_timeout seconds; the others are then ended.
     """
     backend, timeout, silence = config.backend, config.start_timeout, config.worker_timeout
@@ -185,7 +188,8 @@ def launch(names: Sequence[str], config: EngineConfig, threads: int, placement: 
             if backend == "ray":
                 processes += ray_backend.start(len(names), (*where, key), config, threads, placement)
             else:
-                processes += [_Child(where, key, index, threads, silence) for index in range(len(names))]
+                for index in range(len(names)):
+                    processes.append(_Child(where, key, index, threads, silence, gpus[index] if gpus else None))
             while len(connections) < len(names):
                 server.settimeout(0.2)
                 try:
@@ -247,10 +251,14 @@ def _keep_alive(s: socket.socket, silence: float) -> None:
 class _Child:
     """A worker as a child process; it ends with the pipe to it, so also when this process is killed."""
 
-    def __init__(self, where: tuple[str, int], key: str, index: int, threads: int, silence: float):
+    def __init__(
+        self, where: tuple[str, int], key: str, index: int, threads: int, silence: float, gpus: str | None = None
+    ):
         program = f"from {__name__} import main; main()"
         command = [sys.executable, "-c", program, where[0], *map(str, (where[1], index, silence))]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
         self.process.stdin.write(f"{key}\n".encode())
@@ -264,6 +272,15 @@ class _Child:
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
+
+
+def gpus_of(config: EngineConfig, worker: int, count: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the worker that comes after `worker` others and needs `count` GPUs; None: no GPU."""
+    if not (config.device or "cpu").startswith("cuda") or config.backend == "ray":
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = [gpu.strip() for gpu in visible.split(",")]
+    return ",".join(gpus[(worker + i) % len(gpus)] for i in range(min(count, len(gpus))))
 
 
 def default_threads(workers: int) -> int:

@@ -15,6 +15,7 @@ from .linear import gradient_product, linear_packed, linear_resume, linear_unpac
 from .sampling import distribution
 
 GRAPHS = False  # can a step be recorded and replayed?
+LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
 
 
 def check(device: torch.device) -> None:
@@ -60,6 +61,7 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
+    "LOGIT_ROWS",
     "attention",
     "attention_backward",
     "check",

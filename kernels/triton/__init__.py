@@ -21,6 +21,7 @@ from .sampling import distribution
 
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
+LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part adds to all of lm_head's gradient
 
 
 def check(device: torch.device) -> None:
@@ -116,6 +117,7 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
+    "LOGIT_ROWS",
     "attention",
     "attention_backward",
     "check",

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..ops import to_device
 from .launch import launch, multiprocessors, shared_memory
 from .linear import scratch
 
@@ -27,6 +28,7 @@ SEGMENT = 512
 _SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
 _LARGE_ROWS = 64
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
+_INDEX = ["items", "positions", "slots", "tables", "table_starts"]  # parts of one buffer, aligned by chance
 _MASKED = tl.constexpr(-3.0e38)  # finite: two of them differ by 0
 
 
@@ -81,7 +83,7 @@ def _store(out, lse, token, h, row_mask, m, l, o, heads, DIM: tl.constexpr, BLOC
     tl.store(lse + place, (m + tl.log2(l)) * 0.6931471805599453, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "window"])
+@triton.jit(do_not_specialize=["rows", "segments", "window"], do_not_specialize_on_alignment=_INDEX)
 def _attention(
     q, k_cache, v_cache, items, positions, tables, table_starts, out, lse, parts,
     stride_t, stride_h, heads, kv_heads, rows, segments, scale, window,
@@ -128,7 +130,7 @@ def _attention(
         _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "window"])
+@triton.jit(do_not_specialize=["rows", "segments", "window"], do_not_specialize_on_alignment=_INDEX)
 def _merge_segments(
     items, positions, out, lse, parts, heads, kv_heads, rows, segments, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr,
@@ -156,7 +158,7 @@ def _merge_segments(
     _store(out, lse, first + r // group, head * group + r % group, row_mask, m, l, o, heads, DIM, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDEX)
 def _write_kv(
     k, v, slots, k_cache, v_cache, stride_k, stride_v, kv_heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -366,7 +368,7 @@ def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: f
         [(first, end - n, end) for n, end in zip(lengths, ends, strict=True) for first in range(end - n, end, tile)],
         np.int32,
     ).reshape(-1, 3)
-    where = torch.from_numpy(blocks).to(q.device)
+    where = to_device(blocks, q.device)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     common = (where, heads, kv_heads, scale, window)
     stages = 2 if shared_memory(q.device) >= 160_000 else 1

@@ -69,7 +69,8 @@ def _linear(
     r_mask, f_mask = r < rows, f < n
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SPLIT:
-        for k in range(chunk * size, tl.minimum((chunk + 1) * size, depth), BLOCK_K):
+        start = tl.multiple_of(chunk * size, BLOCK_K)  # loads are whole vectors
+        for k in range(start, tl.minimum(start + size, depth), BLOCK_K):
             a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
             d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
