@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels import ops
+from ..model.checkpoint import StoredWeights
 from ..model.exact import load_config
 from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
@@ -25,7 +26,7 @@ from .model_runner import Draw, Planner
 from .outputs import EngineStats
 from .pipeline import Pipeline
 from .request import Request, Sample, SampledToken
-from .weights import WeightUpdate
+from .weights import WeightUpdate, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class EngineCore:
         self.planner = Planner(self.pipeline.model_config, device)
         self.weight_version = 0
         self.has_weights = self.has_kv_cache = True
-        self._weights_path: pathlib.Path | None = path  # where the weights in force can be read again
+        self._stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
         blocks = BlockManager(self.pipeline.num_blocks, block_size)
         blocks.reset_prefix_cache(self._salt())
         limits = config.max_num_seqs, config.max_num_batched_tokens, config.num_batches
@@ -257,16 +258,16 @@ class EngineCore:
                 except Exception as error:  # half of the stages have new weights
                     self.failure = f"{type(error).__name__}: {error}"
                     raise
-            self.weight_version, self.has_weights, self._weights_path = version, True, update.path
+            self.weight_version, self.has_weights, self._stored = version, True, update.stored
             keep = () if recompute_running else [r for r in self.requests.values() if not r.partly_scored]
             self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
             for request in self.requests.values():
                 if request.partly_scored:
                     request.prompt_scores, request.num_scores_due = [], 0
 
-    def adopt(self, version: int, path: pathlib.Path | None) -> None:
+    def adopt(self, version: int, stored: StoredWeights | None) -> None:
         """Names the weights that are to come, while there are none."""
-        self.weight_version, self._weights_path = version, path
+        self.weight_version, self._stored = version, stored
         self.reset_prefix_cache()
 
     settled = True  # nothing has to come up before an update can begin
@@ -312,10 +313,15 @@ class EngineCore:
         return freed
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        if "weights" in tags and not self.has_weights and self._weights_path is not None:
+        if "weights" in tags and not self.has_weights and self._stored is not None:
+            if not self._stored.unchanged:
+                raise WeightUpdateError(
+                    f"the files in {self._stored.path} have changed since weight version {self.weight_version} was "
+                    "read from them; update the weights to wake up"
+                )
             stages, limit = self.pipeline.stages, self.config.start_timeout
             stages.all("begin_update")
-            stages.all("load_update", str(self._weights_path), timeout=limit)
+            stages.all("load_update", str(self._stored.path), timeout=limit)
             stages.all("commit_update")
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:

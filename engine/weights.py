@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError
-from ..model.checkpoint import manifest
+from ..model.checkpoint import StoredWeights, manifest
 from ..model.exact import LMHead, all_finite, contract_of
 from ..model.stage import shift_layer
 from .transfer import TensorSpec, WeightGroup, gathering, manifest_of, split
@@ -165,7 +165,7 @@ class WeightUpdate:
     def __init__(self, loader: WeightLoader, groups: dict[str, WeightGroup]):
         self.loader = loader
         self.groups = groups
-        self.path: pathlib.Path | None = None  # of the checkpoint that it is, if it is one
+        self.stored: StoredWeights | None = None  # the checkpoint that it is, if it is one
         self.staged: dict[str, Tensor | ops.PackedWeight] = {}
         self.given: dict[str, Tensor | None] = {}  # the tensor where it is needed for comparison with its tied twin
 
@@ -200,13 +200,13 @@ class WeightUpdate:
                 for name, tensor in tensors:
                     self._add(name, tensor)
             return
-        path = None
+        stored = None
         if isinstance(source, str | os.PathLike):
-            path = pathlib.Path(source)
-            source = self._from_directory(path)
+            stored = StoredWeights.at(pathlib.Path(source))
+            source = self._from_directory(stored.path)
         for name, tensor in source:
             self._add(name, tensor)
-        self.path = path
+        self.stored = stored
 
     def receive(self, group: str, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
         """Loads tensors that rank 0 of a weight group broadcasts now."""

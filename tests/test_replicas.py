@@ -450,6 +450,21 @@ def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(pa
         llm.close()
 
 
+def test_weights_whose_files_changed_are_lost_with_the_last_replica(paths, tmp_path, expected):
+    """A restart that read the files again would serve other weights under the old version."""
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    with LLM(path, replicas=2, **SMALL) as llm:
+        assert bits(generate(llm)) == expected[0]
+        shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        for handle in llm.core.handles:
+            handle.peer.process.kill()
+        wait_for(lambda: all_serve(llm) and not llm.has_weights, 60)
+        llm.update_weights(path)
+        llm.wake_up()
+        assert bits(generate(llm)) == expected[1]
+
+
 def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expected):
     pair.update_weights(paths[0])
     os.kill(pair.core.handles[1].peer.process.process.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
+from ...model.checkpoint import StoredWeights
 from ..transfer import TensorSpec, TransferError, WeightGroup, free_port, gathering, manifest_of
 from ..weights import Source, WeightTable, WeightUpdate, WeightUpdateError, check_contract, check_dtype
 from .worker import LocalPeer, Peer, WorkerError, results
@@ -123,7 +124,7 @@ class FanOutUpdate:
 
     def __init__(self, fan_out: FanOut, table: WeightTable):
         self.fan_out, self.table = fan_out, table
-        self.path: pathlib.Path | None = None
+        self.stored: StoredWeights | None = None
         self.given: set[str] = set()
         fan_out.all("begin_update")
 
@@ -150,9 +151,10 @@ class FanOutUpdate:
                 self._send(specs, tensors)
         elif isinstance(source, str | os.PathLike):
             path = pathlib.Path(source).absolute()
+            stored = StoredWeights.at(path)
             self.table.check_directory(path)
             self.fan_out.all("load_update", str(path), timeout=self.fan_out.load_timeout)
-            self.given, self.path = set(self.table.shapes), path
+            self.given, self.stored = set(self.table.shapes), stored
         else:
             for pairs in _buckets(self._checked(source)):
                 self._send([TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs], pairs)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...kernels.contract import Contract
+from ...model.checkpoint import StoredWeights
 from ..config import EngineConfig
 from ..core import EngineCore
 from ..input_processor import load_tokenizer
@@ -147,10 +148,10 @@ class Replica(UpdateMember):
             self.sending = False
         return self.core.weight_version
 
-    def adopt(self, version: int, path: str | None) -> None:
-        """Becomes a replica that sleeps without the weights of this version, which `path` holds, if it is given."""
+    def adopt(self, version: int, stored: StoredWeights | None) -> None:
+        """Becomes a replica that sleeps without the weights of this version, which are stored there, if anywhere."""
         self.core.release_memory(("weights",))
-        self.core.adopt(version, None if path is None else pathlib.Path(path))
+        self.core.adopt(version, stored)
 
     def take_weights(self, addresses: list[tuple[str, int]]) -> None:
         """From the stages of another replica, to be committed."""

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import fields, replace
 from typing import Any
 
+from ...model.checkpoint import StoredWeights
 from ..config import EngineConfig
 from ..core import max_model_len
 from ..interrupts import deferred_interrupt
@@ -78,7 +79,7 @@ class Router:
         self.has_weights = self.has_kv_cache = True
         self.failure: str | None = None
         self.paused = False
-        self._weights_path: pathlib.Path | None = path
+        self._stored: StoredWeights | None = StoredWeights.at(path)
         self._unassigned: dict[str, Request] = {}
         self._moves: dict[str, int] = {}
         self._progressed: dict[str, Request] = {}
@@ -264,11 +265,14 @@ class Router:
         assert peer is not None
         if self.has_weights and version != self.weight_version:
             first = version is None and self.weight_version == 0
-            if donor is None and self._weights_path is None:
+            if donor is None and self._stored is not None and not self._stored.unchanged:
+                logger.error("the files in %s have changed since they were read", self._stored.path)
+                self._stored = None
+            if donor is None and self._stored is None:
                 self.has_weights = False
                 logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
             elif donor is not None or not first:
-                arguments = handle, donor, self._weights_path, self.weight_version
+                arguments = handle, donor, self._stored and self._stored.path, self.weight_version
                 threading.Thread(target=self._bring_into_step, args=arguments, daemon=True).start()
                 return
         handle.state, handle.failed_starts = "serving", 0
@@ -276,7 +280,7 @@ class Router:
         self._drop_fan_out()  # it has one member more now
         with contextlib.suppress(WorkerError):  # if it has died, that is the next event
             if not self.has_weights:
-                peer.call("adopt", self.weight_version, None if self._weights_path is None else str(self._weights_path))
+                peer.call("adopt", self.weight_version, self._stored)
             if not self.has_kv_cache:
                 peer.call("release_memory", ("kv_cache",))
             if self.paused:
@@ -454,7 +458,7 @@ class Router:
 
     def _commit(self, update: FanOutUpdate, version: int, recompute_running: bool) -> None:
         calls = update.fan_out.start("commit_update", version, recompute_running)
-        self.weight_version, self.has_weights, self._weights_path = version, True, update.path
+        self.weight_version, self.has_weights, self._stored = version, True, update.stored
         done = 0
         for (name, future), member in zip(calls, update.fan_out.members, strict=True):
             try:
@@ -463,7 +467,7 @@ class Router:
             except Exception as error:
                 logger.error("%s failed to switch to weight version %d: %s; it is restarted", name, version, error)
                 member.kill()
-        if not done and self._weights_path is None:
+        if not done and self._stored is None:
             self.has_weights = False
             raise WorkerError("every replica failed while it switched to the new weights, which are lost")
 
@@ -496,7 +500,7 @@ class Router:
     def wake_up(self, tags: Sequence[str]) -> None:
         self._each("wake_up", tuple(tags), timeout=self.config.start_timeout)
         self.has_kv_cache |= "kv_cache" in tags
-        self.has_weights |= "weights" in tags and self._weights_path is not None
+        self.has_weights |= "weights" in tags and self._stored is not None
 
     def stats(self) -> EngineStats:
         """Summed over the replicas; a dead one's counts are lost."""
