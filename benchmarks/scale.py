@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -68,20 +69,24 @@ def throughput(model: str, backends: list[str], rounds: int) -> dict[str, list[f
     return rates
 
 
-def update_seconds(model: str, replicas: int, repeats: int = 5) -> list[float]:
-    """Of updates from a module to replicas of one thread each; the first, which makes the group, is not counted."""
+def update_seconds(model: str, repeats: int = 11) -> dict[int, list[float]]:
+    """Of updates from a module to 1 and to 2 replicas of one thread each, in turn; the first three, which make groups
+    and touch memory for the first time, are not counted."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    config = EngineConfig(replicas=replicas, kv_cache_memory_bytes=2**26, skip_tokenizer_init=True)
-    router, source = Router(resolve(model), config), exact_model(model)
-    times = []
-    for version in range(1, repeats + 2):
-        start = time.perf_counter()
-        update = router.begin_weight_update()
-        update.load(source, router.contract)
-        router.commit_weight_update(update, version, recompute_running=True)
-        times.append(time.perf_counter() - start)
-    router.close()
-    return times[1:]
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
+    routers = {n: Router(resolve(model), EngineConfig(replicas=n, **settings)) for n in (1, 2)}
+    source = exact_model(model)
+    times: dict[int, list[float]] = {n: [] for n in routers}
+    for version in range(1, repeats + 4):
+        for count, router in routers.items():
+            start = time.perf_counter()
+            update = router.begin_weight_update()
+            update.load(source, router.contract)
+            router.commit_weight_update(update, version, recompute_running=True)
+            times[count].append(time.perf_counter() - start)
+    for router in routers.values():
+        router.close()
+    return {count: found[3:] for count, found in times.items()}
 
 
 def trace(model: str, in_flight: int = 4) -> dict:
@@ -196,7 +201,7 @@ def main() -> None:
             name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), f"{ratios[name]:.2f} x"
         )
     console.print(table)
-    updates = {n: update_seconds(args.model, n) for n in (1, 2)}
+    updates = update_seconds(args.model)
     medians = {n: statistics.median(t) for n, t in updates.items()}
     console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
                   f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
