@@ -289,6 +289,15 @@ def _rows_of(t, token, h, heads, mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr)
     return tl.load(address, mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
 
 
+@triton.jit
+def _query_tile(q, grad, lse, delta, row, end, h, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Queries and upstream gradients [rows, D], log-sum-exp and delta [rows] of a head."""
+    mask, place = row < end, row * heads + h
+    queries = _rows_of(q, row, h, heads, mask, DIM, BLOCK_D)
+    upstream = _rows_of(grad, row, h, heads, mask, DIM, BLOCK_D)
+    return queries, upstream, tl.load(lse + place, mask=mask, other=0.0), tl.load(delta + place, mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["window"])
 def _grad_q(
     q, k, v, grad, lse, delta, out, blocks, heads, kv_heads, scale, window,
@@ -299,11 +308,7 @@ def _grad_q(
     first, start, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1), tl.load(blocks + 3 * block + 2)
     kv_head = h // (heads // kv_heads)
     row = first + tl.arange(0, TILE)
-    row_mask = row < end
-    queries = _rows_of(q, row, h, heads, row_mask, DIM, BLOCK_D)
-    upstream = _rows_of(grad, row, h, heads, row_mask, DIM, BLOCK_D)
-    row_lse = tl.load(lse + row * heads + h, mask=row_mask, other=0.0)
-    row_delta = tl.load(delta + row * heads + h, mask=row_mask, other=0.0)
+    queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     low = start
     if window > 0:
@@ -316,7 +321,7 @@ def _grad_q(
         acc = tl.dot(ds.to(k.dtype.element_ty), keys, acc, input_precision="ieee")
     d = tl.arange(0, BLOCK_D)
     address = out + (row.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
-    tl.store(address, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & (d < DIM)[None, :])
+    tl.store(address, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -340,11 +345,7 @@ def _grad_kv(
     for h in range(kv_head * group, (kv_head + 1) * group):
         for begin in range(first, stop, TILE):
             row = begin + tl.arange(0, TILE)
-            row_mask = row < end
-            queries = _rows_of(q, row, h, heads, row_mask, DIM, BLOCK_D)
-            upstream = _rows_of(grad, row, h, heads, row_mask, DIM, BLOCK_D)
-            row_lse = tl.load(lse + row * heads + h, mask=row_mask, other=0.0)
-            row_delta = tl.load(delta + row * heads + h, mask=row_mask, other=0.0)
+            queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
             p, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
             acc_v = tl.dot(tl.trans(p).to(q.dtype.element_ty), upstream, acc_v, input_precision="ieee")
             acc_k = tl.dot(tl.trans(ds).to(q.dtype.element_ty), queries, acc_k, input_precision="ieee")
