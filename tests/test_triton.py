@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from samebits import NumericsError, SamplingParams
 from samebits.kernels import cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.triton.launch import INTERPRETED
@@ -226,6 +227,21 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     results, llm = run_schedule(path, dtype, rng, requests, model, **stages)
     check_results(model, requests, results)
     assert llm.core.runner.graphs._buckets
+
+
+def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
+    """The load refuses it; without the probe that does so, the property test finds it."""
+    path, rng = checkpoint("llama", vocab_size=257, num_hidden_layers=1), random.Random(0)
+    linear = sys.modules["samebits.kernels.triton.linear"]
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "chunks", lambda depth, features: rng.choice((1, 2)))
+        with pytest.raises(NumericsError, match="different bits in different batches"):
+            exact_model(path)
+        patch.setattr("samebits.model.exact.probe", lambda *_: None)
+        requests = [(list(range(3, 30)), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))]
+        results, _ = run_schedule(path, "float32", rng, requests, model := exact_model(path))
+        with pytest.raises(AssertionError):
+            check_results(model, requests, results)
 
 
 def test_gradients_are_the_cpus(checkpoint):
