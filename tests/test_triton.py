@@ -98,6 +98,11 @@ def packed(dtype, lengths, heads, kv_heads, dim):
     return q, k, v, cache, layout
 
 
+def test_a_head_too_wide_is_refused():
+    with pytest.raises(NotImplementedError, match="head_dim 160: GPU kernels go up to 128"):
+        kernels.new_kv_cache(1, 1, 160, torch.float32, torch.device("cpu"))
+
+
 def reference_attention(q, k, v, lengths, scale, window):
     outs, first, group = [], 0, q.shape[1] // k.shape[1]
     for n in lengths:

@@ -25,6 +25,7 @@ from .linear import scratch
 
 BLOCK = 64
 SEGMENT = 512
+MAX_HEAD_DIM = 128  # of what is compiled and compared in the tests
 _SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
 _LARGE_ROWS = 64
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
@@ -177,7 +178,12 @@ def _width(dim: int) -> int:
 
 
 def new_kv_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-    """Empty pages: nothing is read before it was written, but for masked keys."""
+    """Empty pages: nothing is read before it was written, but for masked keys.
+
+    NotImplementedError for a head_dim above MAX_HEAD_DIM.
+    """
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(f"head_dim {head_dim}: GPU kernels go up to {MAX_HEAD_DIM}; use device='cpu'")
     shape = pages, kv_heads, BLOCK, head_dim
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
