@@ -110,7 +110,9 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     path = checkpoint(family)
     model = exact_model(path, dtype)
     preemptions = hits = 0
-    for case in range(6):
+    for case in range(24):
+        if case >= 5 and preemptions and hits:
+            break
         rng = random.Random(f"{family}-{dtype}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
         results, llm = run_schedule(path, dtype, rng, requests, model)
@@ -127,7 +129,9 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages):
     path, dtype = checkpoint(family, num_hidden_layers=stages), {2: "bfloat16", 3: "float32"}[stages]
     model = exact_model(path, dtype)
     preemptions = hits = 0
-    for case in range(5):
+    for case in range(24):
+        if case >= 4 and preemptions and hits:
+            break
         rng = random.Random(f"{family}-{stages}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
         pipeline = {"pipeline_parallel_size": stages, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
