@@ -65,6 +65,12 @@ class WeightTable:
             check_dtype(spec.name, spec.dtype, "cpu")
         return names
 
+    def state_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """A module's state dict, without second names of parameters that it ties as this model does."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        twins = {a for a, b in self.tied.items() if a in parameters and parameters[a] is parameters.get(b)}
+        return {name: tensor for name, tensor in module.state_dict().items() if name not in twins}
+
     def missing(self, names: set[str]) -> list[str]:
         """The model's tensors that `names`, and what is tied to them, leave out."""
         tied = {a for a, b in self.tied.items() if b in names} | {self.tied[n] for n in names & set(self.tied)}
@@ -194,7 +200,7 @@ class WeightUpdate:
         if isinstance(source, nn.Module):
             if contract is not None:
                 check_contract(source, contract)
-            state = source.state_dict()
+            state = self.loader.table.state_of(source)
             self.check(manifest_of(state), complete=True)
             with gathering(state) as tensors:
                 for name, tensor in tensors:

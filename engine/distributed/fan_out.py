@@ -144,7 +144,7 @@ class FanOutUpdate:
         if isinstance(source, nn.Module):
             if contract is not None:
                 check_contract(source, contract)
-            state = source.state_dict()
+            state = self.table.state_of(source)
             specs = manifest_of(state)
             self.check(specs, complete=True)
             with gathering(state) as tensors:
