@@ -168,6 +168,9 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
             x, weight = torch.randn(300, width).to(device, dtype), torch.randn(width).to(device, dtype)
             norm, gated = kernels.rms_norm(x, weight, 1e-6)[0], kernels.gated_activation(x, x, "silu")
             report["hashes"][f"{name} {width}"] = digest([norm, gated])
+            both = kernels.add_rms_norm(x, x.flip(0), weight, 1e-6)
+            expect(f"{name} sum and norm {width}", both[0], x + x.flip(0))
+            expect(f"{name} norm of a sum {width}", both[1], kernels.rms_norm(both[0], weight, 1e-6)[0])
             for row in (0, 1, 17, 299):
                 expect(f"{name} norm {width}", kernels.rms_norm(x[row : row + 1], weight, 1e-6)[0], norm[row : row + 1])
                 expect(
@@ -247,11 +250,31 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
             optimizer.step()
             optimizer.zero_grad()
             llm.update_weights(model)
+        report["differ"] += [f"{size}: {wait}" for wait in waits(llm)]
         llm.close()
         del model, llm, optimizer
         if torch.device(device).type == "cuda":
             torch.cuda.empty_cache()
     return report
+
+
+def waits(llm: LLM) -> list[str]:
+    """Where the host waits for the GPU while it starts a step: nowhere, or steps could not overlap."""
+    llm.add_request([1, 2, 3], SamplingParams(n=2, max_tokens=8, ignore_eos=True))
+    for _ in range(4):
+        llm.step()
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.core._submit_step()
+    except RuntimeError as error:
+        return [f"a step that waits: {error}"]
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+    while llm.has_unfinished_requests():
+        llm.step()
+    return []
 
 
 def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -96,12 +96,12 @@ def graph_seconds(device: torch.device, call: Callable[[], Any]) -> float:
 def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_bytes: int) -> list[dict[str, Any]]:
     """A whole decode step, sampling included, and the same without exact ops (cuBLAS, torch's norms and activations;
     the paged attention and the graphs are the same in both); of the bound by bandwidth, weights and KV read once."""
-    limits = (max(batches), max(contexts) + 1) if ops.backend(device).GRAPHS else ()
+    limits = (max(batches), max(batches), max(contexts) + 1) if ops.backend(device).GRAPHS else None
     runners, size = {}, 0
     for kind, exact in (("exact_ms", True), ("plain_ms", False)):
         model = exact_model(path, "bfloat16", device, exact=exact)
         size = sum(p.nbytes for p in model.parameters())
-        runners[kind] = ModelRunner(model, 1, *limits)
+        runners[kind] = ModelRunner(model, 1, limits)
     config, block = model.config, ops.backend(device).BLOCK
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     found = []

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -13,7 +15,9 @@ class EngineConfig:
     kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
     divided among this machine's workers (backend "mp"), or less if less can be used.
     gpu_memory_utilization: share of a GPU's memory that weights, KV and a step may take together. enforce_eager: no
-    CUDA graphs. enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token ids only.
+    CUDA graphs. async_scheduling: prepare a step while the one before it runs, without waiting for its tokens (None: on
+    a GPU, where the model is in one stage). enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token
+    ids only.
     linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
 
     pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
@@ -31,6 +35,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     skip_tokenizer_init: bool = False
     linear_route: str = "fma"
@@ -54,6 +59,17 @@ class EngineConfig:
         """Steps under way at a time."""
         return self.batches_in_flight or self.pipeline_parallel_size
 
+    @property
+    def overlaps(self) -> bool:
+        """Is a step prepared while the one before it runs?"""
+        if self.async_scheduling is None:
+            return torch.device(self.device or "cpu").type == "cuda" and self._one_batch
+        return self.async_scheduling
+
+    @property
+    def _one_batch(self) -> bool:
+        return self.pipeline_parallel_size == self.num_batches == 1
+
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens is None:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
@@ -65,6 +81,9 @@ class EngineConfig:
             raise ValueError("backend 'ray' places stages and replicas: set pipeline_parallel_size or replicas")
         if self.backend == "inproc" and self.replicas > 1:
             raise ValueError("replicas need processes of their own: backend 'mp' or 'ray'")
+        if self.async_scheduling and not self._one_batch:
+            raise ValueError("async_scheduling has all sequences in each step, of a model in one stage: leave out "
+                             "pipeline_parallel_size and batches_in_flight")  # fmt: skip
         for name in ("worker_timeout", "start_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
@@ -76,8 +95,9 @@ class EngineConfig:
                                  f"{self.pipeline_parallel_size} stages")  # fmt: skip
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "balance"):
-            if not isinstance(getattr(self, name), bool):
+        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "balance", "async_scheduling"
+        for name in flags:
+            if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("async_scheduling", None):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         optional = "max_model_len", "kv_cache_memory_bytes", "batches_in_flight"
         for name in (*optional, "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size", "replicas"):

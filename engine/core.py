@@ -54,8 +54,9 @@ class EngineCore:
         self._stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
         blocks = BlockManager(self.pipeline.num_blocks, block_size)
         blocks.reset_prefix_cache(self._salt())
+        self._depth = 2 if config.overlaps else config.num_batches
         limits = config.max_num_seqs, config.max_num_batched_tokens, config.num_batches
-        self.scheduler = Scheduler(blocks, *limits)
+        self.scheduler = Scheduler(blocks, *limits, config.overlaps)
         self.requests: dict[str, Request] = {}
         self.failure: str | None = None
         self.paused = False  # heeded by who steps the engine
@@ -139,7 +140,7 @@ class EngineCore:
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
         with deferred_interrupt():  # state changes whole steps at a time
-            while len(self._flights) < self.config.num_batches and self._submit_step():
+            while len(self._flights) < self._depth and self._submit_step():
                 pass
             if self._flights:
                 self._collect()
@@ -167,9 +168,9 @@ class EngineCore:
         for seq in batch.sequences:
             if seq.num_cached_tokens == seq.num_tokens:  # its next token is in the results
                 self.scheduler.fork(seq)
-        for draw in draws:
+        for i, draw in enumerate(draws):
             if draw.target < 0:
-                draw.sample.awaits_token = True
+                draw.sample.num_pending, draw.sample.pending_draw = draw.sample.num_pending + 1, i
             else:
                 draw.sample.request.num_scores_due += 1
         self._flights.append(draws)
@@ -214,7 +215,7 @@ class EngineCore:
         """One result of a step. What is wrong with a request ends that request alone."""
         sample, request = draw.sample, draw.sample.request
         if draw.target < 0:
-            sample.awaits_token = False
+            sample.num_pending -= 1
         if sample.finish_reason is not None:  # it was aborted, or failed on an earlier result of this step
             return
         problem = "non-finite logits; check the weights" if math.isnan(token.logprob) else None

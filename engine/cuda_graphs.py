@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: a whole forward in one launch, over buffers that stay where they are."""
+"""Steps of few tokens as CUDA graphs: a whole forward in one launch, over buffers that stay where they are."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple
 
 @dataclass
 class _Bucket:
-    """A graph of `size` sequences and its inputs: int32 numbers in one buffer, hidden states where a stage gets them.
+    """A graph of `size` tokens and its inputs.
 
-    numbers: token ids, positions, slots, table starts (`size` each), items (3 * size), block tables.
+    given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slots, table
+    starts (`size` each), items (3 * size), block tables.
     """
 
     size: int
+    given: Tensor
     numbers: Tensor
-    hidden: Tensor | None
     replay: Callable[[], None]
     out: Tensor
 
 
-class DecodeGraphs:
-    """Runs steps in which every sequence computes one token. Their number is rounded up to a bucket; the rows that are
-    too many have no sequence, write nothing and are read by nobody.
+class StepGraphs:
+    """Runs steps of few tokens. Their number is rounded up to a bucket; the rows that are too many have no sequence,
+    write nothing and are read by nobody. Steps that decode alone have graphs of their own, others share prompts' tokens
+    out to the same small tiles.
 
     forward(given, layout): token ids int64 [T], or hidden states [T, hidden] of the stage before, to hidden states.
-    longest: tokens of the longest sequence that may come.
+    group: query heads of a KV head. max_num_seqs, max_num_batched_tokens: of a step; longest: of a sequence, in tokens.
     """
 
     def __init__(
@@ -57,62 +59,65 @@ class DecodeGraphs:
         forward: Callable[[Tensor, ops.PagedLayout], Tensor],
         device: torch.device,
         group: int,
-        largest: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         longest: int,
     ):
         self._forward, self._device, self._group, self._longest = forward, device, group, longest
-        self._blocks = -(-longest // ops.backend(device).BLOCK)
-        most = min(largest, _BUCKETS[-1])
-        self.sizes = sorted({most, *(size for size in _BUCKETS if size < most)})
-        self._buckets: dict[int, _Bucket] = {}
+        self._kernels = ops.backend(device)
+        self._blocks = -(-longest // self._kernels.BLOCK)
+        most = min(max_num_batched_tokens, _BUCKETS[-1])
+        self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._pool: Any = None
 
     def fits(self, layout: ops.PagedLayout) -> bool:
-        return len(layout.lengths) <= self.sizes[-1] and all(length == 1 for length in layout.lengths)
+        return len(layout.positions) <= self.sizes[-1]
 
     def clear(self) -> None:
         """Forgets all graphs, and frees their memory: KV pages or weights move."""
         self._buckets.clear()
         self._pool = None
 
-    def run(self, layout: ops.PagedLayout, token_ids: np.ndarray, hidden: Tensor | None) -> Tensor:
+    def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor:
         """Hidden states [T, hidden]; the next run overwrites them."""
-        count = len(layout.lengths)
+        count = len(given)
         size = next(s for s in self.sizes if s >= count)
-        bucket = self._buckets.get(size) or self._capture(size, hidden)
-        self._fill(bucket, layout, token_ids, hidden)
+        tokens = 1 if len(layout.lengths) == count else self._kernels.tile_tokens(self._group)
+        bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
+        self._fill(bucket, layout, tokens)
+        bucket.given[:count].copy_(given)
         bucket.replay()
         return bucket.out[:count]
 
-    def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, token_ids: np.ndarray, hidden: Tensor | None) -> None:
-        size, count = bucket.size, len(layout.lengths)
-        host = np.zeros(7 * size + layout.tables.size, np.int32)
-        columns = host[: 4 * size].reshape(4, size)
-        columns[:, :count] = token_ids, layout.positions, layout.slots, layout.table_starts
-        columns[2, count:] = -1  # no slot: nothing is written
-        host[4 * size : 4 * size + layout.items.size] = layout.items.reshape(-1)  # the others have 0 tokens
-        host[7 * size :] = layout.tables
+    def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, tokens: int) -> None:
+        size, count, sequences = bucket.size, len(layout.positions), len(layout.lengths)
+        items = layout.items if tokens == 1 else self._kernels.work_items(layout.lengths, self._group, tokens)
+        host = np.zeros(6 * size + layout.tables.size, np.int32)
+        columns = host[: 3 * size].reshape(3, size)
+        columns[:2, :count] = layout.positions, layout.slots
+        columns[1, count:] = -1  # no slot: nothing is written
+        columns[2, :sequences] = layout.table_starts
+        host[3 * size : 3 * size + items.size] = items.reshape(-1)  # the others have 0 tokens
+        host[6 * size :] = layout.tables
         bucket.numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
-        if bucket.hidden is not None and hidden is not None:
-            bucket.hidden[:count].copy_(hidden)
 
-    def _capture(self, size: int, hidden: Tensor | None) -> _Bucket:
-        numbers = torch.zeros(7 * size + size * self._blocks, dtype=torch.int32, device=self._device)
-        numbers[2 * size : 3 * size] = -1
-        ids, positions, slots, starts = numbers[: 4 * size].view(4, size).unbind()
-        items, tables = numbers[4 * size : 7 * size].view(size, 3), numbers[7 * size :]
+    def _capture(self, size: int, tokens: int, given: Tensor) -> _Bucket:
+        """tokens: the most that an item has."""
+        given = given.new_zeros((size, *given.shape[1:]))
+        numbers = torch.zeros(6 * size + size * self._blocks, dtype=torch.int32, device=self._device)
+        numbers[size : 2 * size] = -1
+        positions, slots, starts = numbers[: 3 * size].view(3, size).unbind()
+        items, tables = numbers[3 * size : 6 * size].view(size, 3), numbers[6 * size :]
         layout = ops.PagedLayout(
-            [1] * size,
-            np.full(size, self._longest - 1, np.int32),  # the host sees the longest that may come
+            [tokens] * size,  # the host sees the longest that may come
+            np.full(size, self._longest - 1, np.int32),
             *(np.empty(0, np.int32),) * 3,
-            ops.backend(self._device).work_items([1] * size, self._group),
+            self._kernels.work_items([tokens] * size, self._group),
             uploaded=ops.LayoutTensors(items, positions, slots, tables, starts),
         )
-        given = None if hidden is None else hidden.new_zeros((size, hidden.shape[1]))
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        replay, out = capture(
-            lambda: self._forward(ids.long() if given is None else given, layout), self._device, self._pool
-        )
-        self._buckets[size] = _Bucket(size, numbers, given, replay, out)
-        return self._buckets[size]
+        replay, out = capture(lambda: self._forward(given, layout), self._device, self._pool)
+        bucket = self._buckets[size, tokens] = _Bucket(size, given, numbers, replay, out)
+        return bucket

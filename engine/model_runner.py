@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels import ops
 from ..model import attention
-from ..model.exact import ExactLinear, LMHead, SharedInput
+from ..model.exact import LMHead
 from ..scheduler import Batch
-from .cuda_graphs import DecodeGraphs
+from .cuda_graphs import StepGraphs
+from .fusion import fuse, pack_weights
 from .request import Sample, SampledToken
 
-_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one launch each
 LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
-
-
-class PackedEmbedding(nn.Embedding):
-    """An embedding tied to a packed lm_head: looks its rows up there instead of keeping a second copy."""
-
-    packed: ops.PackedWeight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.packed.rows(ids)
 
 
 @dataclass
@@ -44,10 +34,11 @@ class Draw:
 class Plan:
     """One step as the model sees it: arrays, no sequences, so that it can travel to other processes.
 
-    token_ids int64 [T]; block_copies: KV blocks (source, destination) to copy first; rows: of the T, those that give
-    logits. Of each draw: index int64, its place in rows; targets int64, the token to score or -1; seeds uint64,
-    sample_indices int64, positions int64: the random number's counters; top: how many alternatives to report (-1: not
-    even the rank); raw: report the log-prob before temperature and filters, too.
+    token_ids int64 [T], where -1 - i is what draw i of the step before this one gives; block_copies: KV blocks (source,
+    destination) to copy first; rows: of the T, those that give logits. Of each draw: index int64, its place in rows;
+    targets int64, the token to score or -1; seeds uint64, sample_indices int64, positions int64: the random number's
+    counters; top: how many alternatives to report (-1: not even the rank); raw: report the log-prob before temperature
+    and filters, too.
     """
 
     token_ids: np.ndarray
@@ -136,50 +127,60 @@ class Planner:
 
 def _banned(draw: Draw) -> list[int]:
     request = draw.sample.request
-    early = draw.target < 0 and draw.sample.num_completion_tokens < request.params.min_tokens
+    early = draw.target < 0 and draw.sample.num_tokens - draw.sample.num_prompt_tokens < request.params.min_tokens
     return request.terminal_ids if early else []
 
 
-class FusedAttention(nn.Module):
-    """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
+class Drawn:
+    """What a step sampled and scored, on its way from the device: nobody waits for it but `wait`.
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
-        module: Any = self
-        shape = *hidden_states.shape[1:-1], -1, module.head_dim
-        q, k, v = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
-        if hasattr(self, "q_norm"):
-            q, k = module.q_norm(q), module.k_norm(k)
-        cos, sin = (t[0] for t in position_embeddings)
-        q, k = ops.backend(q.device).rotary(q, k, cos, sin)
-        config = module.config
-        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None)) or 0
-        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
-        return module.o_proj(out.reshape(1, out.shape[0], -1)), None
+    numbers f64 [draws, 2 or 3]: token id, log-prob and, if a draw asks for it, the log-prob before temperature and
+    filters. best: of a draw that asks for it, its rank, and its alternatives' ids and log-probs if any.
+    """
+
+    def __init__(self, numbers: Tensor, best: dict[int, tuple[Tensor, ...]]):
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._best = {i: [t.to("cpu", non_blocking=True) for t in found] for i, found in best.items()}
+        self._copied = torch.cuda.Event() if numbers.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> list[SampledToken]:
+        """log-probs are NaN where the logits aren't finite."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens = [SampledToken(int(token), *logprobs) for token, *logprobs in self._numbers.tolist()]
+        for i, (rank, *alternatives) in self._best.items():
+            tokens[i].rank = int(rank)
+            if alternatives:
+                ids, logprobs = alternatives
+                tokens[i].top_logprobs = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return tokens
 
 
 class ModelRunner:
     """A model, or a pipeline stage's slice of one, with the KV cache of its layers.
 
-    max_num_seqs, max_model_len: what CUDA graphs must have room for; None: no graphs.
+    graph_limits: max_num_seqs, max_num_batched_tokens and max_model_len, for CUDA graphs; None: no graphs.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         num_blocks: int,
-        max_num_seqs: int | None = None,
-        max_model_len: int | None = None,
+        graph_limits: tuple[int, int, int] | None = None,
     ):
         self.model = model
         model.set_attn_implementation(attention.NAME)  # pages have no other
         self.num_blocks = num_blocks
         self.kv_caches = self.new_kv_caches(model, num_blocks)
-        self.pack_weights()
-        self.fuse()
-        self.graphs: DecodeGraphs | None = None
-        if max_num_seqs is not None and max_model_len is not None:
+        pack_weights(model)
+        fuse(model)
+        self._drawn = torch.empty(0, 2)  # by the last step
+        self.graphs: StepGraphs | None = None
+        if graph_limits is not None:
             group = model.config.num_attention_heads // model.config.num_key_value_heads
-            self.graphs = DecodeGraphs(self._forward, model.device, group, max_num_seqs, max_model_len)
+            self.graphs = StepGraphs(self._forward, model.device, group, *graph_limits)
 
     @property
     def head(self) -> LMHead | None:
@@ -199,31 +200,6 @@ class ModelRunner:
     def block_bytes(model: PreTrainedModel) -> int:
         """Bytes of one KV block over all layers."""
         return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
-
-    def pack_weights(self) -> None:
-        """Rollout-only layout: each weight lives once, packed for the product."""
-        embedding: Any = self.model.get_input_embeddings()
-        tied = None not in (embedding, self.head) and embedding.weight is self.head.weight  # type: ignore[union-attr]
-        for module in self.model.modules():
-            if isinstance(module, ExactLinear) and module.route == "fma":
-                module.packed = ops.PackedWeight.pack(module.weight)
-                module.weight = None  # type: ignore[assignment]
-        for module in self.model.modules():
-            for names in _SHARED_INPUTS:
-                group = [getattr(module, name, None) for name in names]
-                if all(isinstance(m, ExactLinear) and m.packed is not None for m in group):
-                    SharedInput(group)  # type: ignore[arg-type]
-        if tied and self.head is not None and self.head.packed is not None:
-            embedding.__class__ = PackedEmbedding
-            embedding.packed = self.head.packed
-            embedding.weight = None
-
-    def fuse(self) -> None:
-        """Replaces what the backend computes in fewer launches, to the same bits."""
-        if hasattr(ops.backend(self.model.device), "rotary"):
-            for module in self.model.modules():
-                if hasattr(module, "q_proj") and isinstance(module.q_proj, ExactLinear):
-                    module.__class__ = type("FusedAttention", (FusedAttention, type(module)), {})
 
     def free_kv_cache(self) -> None:
         self.kv_caches = []
@@ -248,30 +224,36 @@ class ModelRunner:
                     cache[destination] = cache[source]
 
     @torch.inference_mode()
-    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | list[SampledToken]:
+    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn:
         """Computes the plan's KV. Returns the tokens that it samples and scores, or [T, hidden] for the next stage.
 
         hidden: what the stage before this one returned, if there is one.
         """
         self.copy_blocks(plan.block_copies)
-        device = self.model.device
+        given = self._token_ids(plan) if hidden is None else hidden
         if self.graphs is not None and self.graphs.fits(plan.layout):
-            hidden = self.graphs.run(plan.layout, plan.token_ids, hidden)
+            hidden = self.graphs.run(plan.layout, given)
             if self.head is None:  # sent while the next step runs
                 hidden = hidden.clone()
         else:
-            given = ops.to_device(plan.token_ids, device) if hidden is None else hidden
             hidden = self._forward(given, plan.layout)
         if self.head is None:
             return hidden
-        results: list[SampledToken] = []
+        numbers: list[Tensor] = []
+        best: dict[int, tuple[Tensor, ...]] = {}
         for start in range(0, len(plan.index), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             first, last = plan.index[part][[0, -1]]
-            rows = ops.to_device(np.array(plan.rows[first : last + 1], np.int64), device)
-            logits = self.head(hidden[rows])
-            results += self._sample(logits, plan, part, first)
-        return results
+            rows = ops.to_device(np.array(plan.rows[first : last + 1], np.int64), hidden.device)
+            numbers.append(self._sample(self.head(hidden[rows]), plan, part, first, best))
+        self._drawn = torch.cat(numbers) if numbers else hidden.new_empty((0, 2), dtype=torch.float64)
+        return Drawn(self._drawn, best)
+
+    def _token_ids(self, plan: Plan) -> Tensor:
+        ids = ops.to_device(plan.token_ids, self.model.device)
+        if plan.token_ids.min() < 0:  # drawn by the step before, which may still run
+            ids = torch.where(ids < 0, self._drawn[(-1 - ids).clamp_(min=0), 0].long(), ids)
+        return ids
 
     def _forward(self, given: Tensor, layout: ops.PagedLayout) -> Tensor:
         """Token ids [T], or hidden states [T, hidden], to hidden states."""
@@ -308,28 +290,27 @@ class ModelRunner:
         return peak
 
     @staticmethod
-    def _sample(logits: Tensor, plan: Plan, part: slice, first_row: int) -> list[SampledToken]:
-        """A token for each draw of the part; its log-prob is NaN where the logits aren't finite."""
+    def _sample(logits: Tensor, plan: Plan, part: slice, first_row: int, best: dict[int, tuple[Tensor, ...]]) -> Tensor:
+        """The draws of the part: numbers and, in `best`, alternatives, as `Drawn` takes them."""
         index, device = plan.index[part] - first_row, logits.device
         if not np.array_equal(index, np.arange(logits.shape[0])):
             logits = logits[ops.to_device(index, device)]
         params, tokens = plan.params[part], ops.to_device(plan.targets[part].copy(), device)
         counters = plan.seeds[part], plan.sample_indices[part], plan.positions[part]
         fields, thresholds = ops.distribution(logits, params, tokens, *counters)
-        logprobs = fields[:, 0].float().tolist()
-        result = [SampledToken(t, lp) for t, lp in zip(tokens.tolist(), logprobs, strict=True)]
-        raw = [i for i, wanted in enumerate(plan.raw[part]) if wanted]
-        if raw:
-            plain, _ = ops.distribution(logits[raw], ops.RowParams.repeat(len(raw)), tokens[raw])
-            for i, value in zip(raw, plain[:, 0].float().tolist(), strict=True):
-                result[i].raw_logprob = value
+        columns = [tokens.double(), fields[:, 0].float().double()]
+        if any(plan.raw):
+            wanted = ops.to_device(np.flatnonzero(plan.raw[part]), device)
+            plain, _ = ops.distribution(logits[wanted], ops.RowParams.repeat(len(wanted)), tokens[wanted])
+            columns.append(torch.zeros_like(columns[1]).index_copy_(0, wanted, plain[:, 0].float().double()))
         for i, count in enumerate(plan.top[part]):
             if count >= 0:
                 logits[i, params.banned[i]] = -torch.inf
-                result[i].rank = 1 + int((logits[i] > logits[i, tokens[i]]).sum())
-            if count > 0:
-                logp = logits[i] / (params.temperature[i] or 1.0)
-                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
-                values, best = logp.topk(min(count, logp.numel()))
-                result[i].top_logprobs = dict(zip(best.tolist(), values.tolist(), strict=True))
-        return result
+                found = [1 + (logits[i] > logits[i].gather(0, tokens[i, None])).sum()]
+                if count > 0:
+                    logp = logits[i] / (params.temperature[i] or 1.0)
+                    logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
+                    values, ids = logp.topk(min(count, logp.numel()))
+                    found += [ids, values]
+                best[part.start + i] = tuple(found)
+        return torch.stack(columns, 1)

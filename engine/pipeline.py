@@ -32,7 +32,7 @@ from .config import EngineConfig
 from .distributed import ray_backend
 from .distributed.fan_out import FanOut, UpdateMember
 from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, gpus_of, launch, results
-from .model_runner import ModelRunner, Plan
+from .model_runner import Drawn, ModelRunner, Plan
 from .request import SampledToken
 from .transfer import TensorSpec, WeightGroup, free_port, new_backend
 from .weights import WeightLoader, WeightTable, WeightUpdate
@@ -106,8 +106,8 @@ class Stage(UpdateMember):
         """Takes the KV memory and packs the weights."""
         graphs = ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
         longest = self.config.max_model_len or self.model.config.max_position_embeddings
-        limits = (self.config.max_num_seqs, longest) if graphs else ()
-        self.runner = ModelRunner(self.model, num_blocks, *limits)
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, longest
+        self.runner = ModelRunner(self.model, num_blocks, limits if graphs else None)
 
     def connect(self, address: str, port: int) -> None:
         """Joins the group over which hidden states go."""
@@ -117,17 +117,19 @@ class Stage(UpdateMember):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | list[SampledToken] | None:
-        """One step: tokens, from the last stage. Hidden states come and go over the link, where there is one."""
+    def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn | list[SampledToken] | None:
+        """One step: tokens, from the last stage. Hidden states come and go over the link, where there is one; then
+        tokens, too, are waited for."""
         if self._link is not None and self.rank > 0:
             hidden = self._link.receive(len(plan.token_ids))
         begin = time.time()
         out = self.runner.run(plan, hidden)
+        tokens = out.wait() if self._link is not None and isinstance(out, Drawn) else out
         self.trace.append((begin, time.time()))
         if self._link is not None and isinstance(out, Tensor):
             self._link.send(out)
             return None
-        return out
+        return tokens
 
     def take_trace(self) -> list[tuple[float, float]]:
         """Start and end of the last steps, seconds since the epoch; forgets them."""
@@ -308,7 +310,8 @@ class Pipeline:
         for _, future in calls:
             if future in done:
                 future.result()
-        return results(calls, limit if len(done) == len(calls) else 0)[-1]
+        tokens = results(calls, limit if len(done) == len(calls) else 0)[-1]
+        return tokens.wait() if isinstance(tokens, Drawn) else tokens
 
     def close(self) -> None:
         """Ends the processes of other stages."""
@@ -362,6 +365,8 @@ def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        runner.run(plan, hidden)
+        out = runner.run(plan, hidden)
+        if isinstance(out, Drawn):
+            out.wait()
         times.append(time.perf_counter() - start)
     return sorted(times)[repeats // 2]

@@ -1,6 +1,6 @@
 """The ops that decide a bit, as differentiable functions on tensors of any supported dtype.
 
-This file holds what is common to all backends: autograd, and the backward passes that are plain tensor code. A backend
+This file holds what is common to all backends: autograd, and the log-probs' backward pass, plain tensor code. A backend
 (`kernels/cpu`, `kernels/triton`) supplies the kernels under the same names: they take the storage dtype, compute in
 fp32 and round once. Callers never see which one runs.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -153,23 +152,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, rstd = ctx.saved_tensors
-        grad, normed = grad.float(), x.float() * rstd[:, None]
-        weighted = grad * weight.float()
-        grad_x = rstd[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), None
+        x, weight, rstd = (t.detach() for t in ctx.saved_tensors)
+        return *backend(x.device).rms_norm_backward(grad, x, weight, rstd), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
     return _apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
-
-
-_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -182,11 +171,8 @@ class _GatedActivation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        gate, up = (t.detach().float().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = _TORCH_ACTIVATIONS[ctx.name](gate) * up
-        grads = torch.autograd.grad(out, (gate, up), grad.float())
-        return *(g.to(grad.dtype) for g in grads), None
+        gate, up = (t.detach() for t in ctx.saved_tensors)
+        return *backend(gate.device).gated_activation_backward(grad, gate, up, ctx.name), None
 
 
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:

@@ -90,11 +90,12 @@ class BlockManager:
         return True
 
     def publish(self, seq: Sequence) -> None:
-        """Makes the full blocks whose KV exists findable; a duplicate is swapped for the block already known."""
+        """Makes the full blocks whose KV exists findable, once all their tokens are known; a duplicate is swapped for
+        the block already known."""
         if not seq.use_prefix_cache or seq.stale_kv:
             return
         size = self.block_size
-        for i in range(len(seq.block_hashes), seq.num_cached_tokens // size):
+        for i in range(len(seq.block_hashes), min(seq.num_cached_tokens, len(seq.token_ids)) // size):
             previous = seq.block_hashes[-1] if seq.block_hashes else seq.cache_salt
             digest = self._hash(previous, seq.token_ids[i * size : (i + 1) * size])
             seq.block_hashes.append(digest)

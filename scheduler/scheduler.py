@@ -36,8 +36,9 @@ class Scheduler:
     Running sequences go first and may take blocks from newer ones (preemption: all KV dropped, recomputed later);
     then waiting sequences are admitted, oldest first, as long as sequences, tokens and blocks last.
 
-    Several steps may be under way at once (`batches_in_flight`, for pipelines): they are computed in the order in which
-    they are scheduled, so KV counts as existing from then on. Only a sampled token is late, and its sequence waits.
+    Several steps may be under way at once: they are computed in the order in which they are scheduled, so KV counts as
+    existing from then on. Only a sampled token is late. Its sequence waits (`batches_in_flight`, for pipelines, whose
+    steps share the sequences out), or with `async_scheduling` is in the next step, too, without knowing its last token.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         batches_in_flight: int = 1,
+        async_scheduling: bool = False,
     ):
         if max_num_seqs < 1 or max_num_batched_tokens < 1 or batches_in_flight < 1:
             raise ValueError("max_num_seqs, max_num_batched_tokens and batches_in_flight must be positive")
         self.batches_in_flight = batches_in_flight
+        self.async_scheduling = async_scheduling
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -76,7 +79,7 @@ class Scheduler:
         for seq in list(self.running):
             if budget == 0 or len(batch.sequences) == share:
                 break
-            if seq.status is not SequenceStatus.RUNNING or seq.awaits_token:  # preempted for an older one, just now
+            if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for an older one, just now
                 continue
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
@@ -88,7 +91,7 @@ class Scheduler:
                 budget -= self._take(batch, seq, tokens)
         while self.waiting and not preempted and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if seq.awaits_token or len(batch.sequences) == share:
+            if seq.num_pending or len(batch.sequences) == share:
                 break
             hit = self.blocks.attach_prefix(seq)
             tokens = min(seq.num_tokens - hit, budget)
@@ -101,9 +104,14 @@ class Scheduler:
             self.stats.prefix_hit_tokens += hit
             seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
-        late = any(s.awaits_token for s in (*self.running, *self.waiting))
+        late = any(s.num_pending for s in (*self.running, *self.waiting))
         assert batch.sequences or late or not self.has_work, "nothing scheduled though there is work"
         return batch
+
+    def _waits(self, seq: Sequence) -> bool:
+        """For a token under way: because it is the last one, or has to be known."""
+        last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
+        return seq.num_pending > 0 and (last or not self.async_scheduling)
 
     def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
         assert tokens > 0, f"{seq} has nothing to compute"
@@ -156,7 +164,8 @@ class Scheduler:
         return siblings
 
     def finish(self, seq: Sequence) -> None:
-        """Removes a sequence, finished or aborted; its published blocks stay findable."""
+        """Removes a sequence, finished or aborted; its full blocks stay findable."""
+        self.blocks.publish(seq)
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
 

@@ -42,11 +42,12 @@ class Sequence:
         self.num_prefix_hit: int | None = None  # tokens, when it was first admitted
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
-        self.awaits_token = False  # the step that samples its next token is under way
+        self.num_pending = 0  # tokens that steps under way sample; num_tokens counts them
+        self.pending_draw = 0  # the newest one's place among the draws of its step
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_completion_tokens(self) -> int:
@@ -58,7 +59,9 @@ class Sequence:
 
     @property
     def scheduled_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
+        """One that the step before this one samples, in its draw i, is -1 - i."""
+        known = self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
+        return known if len(known) == self.num_scheduled_tokens else [*known, -1 - self.pending_draw]
 
     @property
     def samples_now(self) -> bool:

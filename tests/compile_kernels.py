@@ -55,6 +55,13 @@ def catch(kernel, grid, *args, **options):
     caught[key] = dict(kernel=kernel, signature=signature, constants=constants, attributes=attributes, options=settings)
 
 
+def reductions(ttgir: str) -> list[str]:
+    """How the elements that each `sum` or `max` of a row takes lie over a program's threads."""
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\.\w+<\{.*\}>)", ttgir))
+    found = re.findall(r'"tt\.reduce".*?\}\) : \((tensor<[^>]*>)', ttgir, re.DOTALL)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), kind) for kind in found]
+
+
 def compile_one(job: dict, capability: int) -> dict:
     source = ASTSource(job["kernel"], job["signature"], job["constants"], job["attributes"])
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=job["options"])
@@ -74,7 +81,8 @@ def compile_one(job: dict, capability: int) -> dict:
         "dtypes": sorted({s for s in job["signature"].values() if s.startswith("*")}),
         "wgmma": "wgmma" in ptx,
         "scalar_loads": "ld.global.b16" in ptx,
-        "contracted": "fma" in re.sub(r"fma\S*\.f64|wgmma", "", ptx),
+        "contracted": re.search(r"\bfma\S*\.f32", ptx) is not None,  # a sum of two bf16 may be one, times 1
+        "sum": "; ".join(reductions(compiled.asm["ttgir"])),
         "shared": compiled.metadata.shared,
         "stack": int(stack[1]) if stack else None,
         "registers": int(registers[1]) if registers else None,
@@ -106,10 +114,14 @@ def catch_all(capability: int) -> None:
             attention.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)
             elementwise.rotary(q, k, k[:, 0], k[:, 0])
         for width, rows in ((128, 1), (128, 16), (2048, 1), (2048, 7), (2048, 32)):
-            elementwise.rms_norm(torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype), 1e-6)
+            x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype)
+            elementwise.rms_norm(x, weight, 1e-6)
+            elementwise.add_rms_norm(x, x, weight, 1e-6)
+            elementwise.rms_norm_backward(x, x, weight, torch.empty(rows))
         for activation, rows in itertools.product(elementwise.ACTIVATIONS, (1, 32)):
             x = torch.empty(rows, 4096, dtype=dtype)
             elementwise.gated_activation(x, x, activation)
+            elementwise.gated_activation_backward(x, x, x, activation)
     one, none = torch.ones(4).double().numpy(), torch.zeros(4).long().numpy()
     for rows in (1, 4):
         now = one[:rows], none[:rows], one[:rows], one[:rows], [[]] * rows, torch.zeros(rows, dtype=torch.long)

@@ -1509,3 +1509,25 @@ def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, 
     assert llm.has_weights
     assert llm.weight_checksums() != before
     assert llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)[0].completions[0].token_ids
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_async_scheduling_starts_a_step_before_the_last_ones_tokens_are_known(checkpoint, n):
+    """The same results; what comes after a stop goes nowhere."""
+    path = checkpoint("llama")
+    params = SamplingParams(n=n, max_tokens=30, min_tokens=5, logprobs=2, raw_logprobs=True, seed=3)
+    stop = engine(path).generate(PROMPT, params, use_tqdm=False)[0].completions[0].token_ids[7]
+    params = dataclasses.replace(params, stop_token_ids=[stop])
+    runs = []
+    for overlap in (False, True):
+        llm, finished, under_way = engine(path, async_scheduling=overlap, max_num_batched_tokens=24), {}, set()
+        for i in range(4):
+            llm.add_request(PROMPT if i == 0 else prompt_of(20 * i), params)
+        while llm.has_unfinished_requests():
+            finished |= {o.request_id: o for o in llm.step() if o.finished}
+            under_way.add(len(llm.core._flights))
+        runs.append([finished[i] for i in sorted(finished)])
+        assert max(under_way) == overlap
+        assert llm.stats().kv_blocks_used == 0
+    assert [o.completions for o in runs[0]] == [o.completions for o in runs[1]]
+    assert runs[0][0].completions[0].finish_reason == "stop"

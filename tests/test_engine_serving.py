@@ -137,7 +137,7 @@ def test_a_token_of_old_kv_keeps_its_mark_when_its_sequence_is_preempted_meanwhi
         llm.step()
     llm.update_weights(new, recompute_running=False)
     llm.step()
-    late = [s for s in llm.scheduler.running if s.awaits_token]
+    late = [s for s in llm.scheduler.running if s.num_pending]
     assert late and all(s.stale_kv for s in late)
     number = late[0].num_completion_tokens
     llm.scheduler._preempt(late[0])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from samebits.kernels import contract, cpu, ops
+from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 
 SHAPES = [(576, 576), (172, 100), (100, 172), (49, 20), (1001, 100), (20, 100)]
 EPS = 2.0**-24  # half an ulp of 1.0
@@ -85,7 +86,7 @@ def test_row_ops_error_budget(width):
     x, up, weight = wide(33, width), torch.randn(33, width), torch.randn(width)
     exact = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
     assert ((ops.rms_norm(x, weight, 1e-5) - exact).abs() <= 8 * EPS * exact.abs() + 1e-30).all()
-    for name, activation in ops._TORCH_ACTIVATIONS.items():
+    for name, activation in TORCH_ACTIVATIONS.items():
         exact = activation(x.double()) * up.double()
         error = (ops.gated_activation(x, up, name) - exact).abs()
         assert (error <= 16 * EPS * (x * up).abs() + 1e-30).all(), name
@@ -97,7 +98,7 @@ def test_activations_at_the_edges_of_fp32():
         out = ops.gated_activation(x, torch.ones_like(x), name)[0]
         assert torch.isnan(out[-1])
         assert torch.isfinite(out[:-2]).all()
-        assert torch.allclose(out[:-2], ops._TORCH_ACTIVATIONS[name](x.double())[0, :-2].float(), rtol=1e-5, atol=1e-30)
+        assert torch.allclose(out[:-2], TORCH_ACTIVATIONS[name](x.double())[0, :-2].float(), rtol=1e-5, atol=1e-30)
 
 
 def test_rotary_tables_are_close_to_fp64_and_independent_of_the_batch():
@@ -177,7 +178,7 @@ def cases():
 
     yield "linear", ops.linear, F.linear, [(40, 20), (33, 20), (33,)]
     yield "norm", lambda x, w: ops.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (20,), w, 1e-5), [(40, 20), (20,)]
-    for name, activation in ops._TORCH_ACTIVATIONS.items():
+    for name, activation in TORCH_ACTIVATIONS.items():
         ours = lambda a, b, n=name: ops.gated_activation(a, b, n)  # noqa: E731
         yield name, ours, lambda a, b, f=activation: f(a) * b, [(40, 20), (40, 20)]
     for window in (0, 40):

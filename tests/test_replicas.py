@@ -588,6 +588,8 @@ def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
         ({"replicas": 0}, "must be positive"),
         ({"replicas": 2, "backend": "inproc"}, "processes of their own"),
         ({"batches_in_flight": 0}, "must be positive"),
+        ({"async_scheduling": True, "pipeline_parallel_size": 2}, "in one stage"),
+        ({"async_scheduling": True, "batches_in_flight": 2}, "all sequences in each step"),
         ({"worker_timeout": 0}, "must be positive"),
         ({"balance": True}, "set pipeline_parallel_size"),
         ({"stage_layers": (4,)}, "set pipeline_parallel_size"),

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections import deque
 from typing import ClassVar
 
 import pytest
@@ -16,14 +17,17 @@ SIZE = 4  # tokens a block
 
 
 class Driver:
-    """The engine's half of a step, without a model.
+    """The engine's half of a step, without a model. With `late`, a step's tokens come when the next one has started.
 
     A slot of the KV cache holds (weight version, all tokens up to there), which is what real KV depends on; so a
     sequence that reads another prefix, a stale version, or KV that does not exist yet is caught at the step that does.
     """
 
-    def __init__(self, num_blocks=8, max_num_seqs=8, max_num_batched_tokens=64):
-        self.scheduler = Scheduler(BlockManager(num_blocks, SIZE), max_num_seqs, max_num_batched_tokens)
+    def __init__(self, num_blocks=8, max_num_seqs=8, max_num_batched_tokens=64, late=False):
+        blocks = BlockManager(num_blocks, SIZE)
+        self.scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, async_scheduling=late)
+        self.late = late
+        self.flights = deque()  # of each step under way, its draws: sequence, token
         self.scheduler.blocks.reset_prefix_cache(b"0")
         self.version = 0
         self.kv = {}
@@ -56,13 +60,16 @@ class Driver:
         assert all(seq.num_scheduled_tokens >= 1 for seq in batch.sequences)
         assert len(set(map(id, batch.sequences))) == len(batch.sequences) <= s.max_num_seqs
         assert set(batch.sequences) <= set(s.running)
+        for seq in batch.sequences:
+            assert seq.num_tokens - seq.num_prompt_tokens < seq.max_tokens, f"{seq} goes on after its last token"
         admitted = [seq for seq in waiting if seq in s.running]
         assert admitted == waiting[: len(admitted)], "admission is not first in, first out"
         preempted = [seq for seq in running if seq in s.waiting]
         for loser in preempted:
             assert all(winner.seq_id < loser.seq_id for winner in s.running), "preempted for a newer sequence"
         if running:
-            assert running[0] in batch.sequences, "the oldest running sequence was held up"
+            last = running[0].num_pending and running[0].num_tokens - running[0].num_prompt_tokens
+            assert running[0] in batch.sequences or last == running[0].max_tokens, "the oldest one was held up"
         s.check()
         return batch
 
@@ -75,6 +82,9 @@ class Driver:
         self.scheduler.block_copies.clear()
         self.computed.append(batch.num_tokens)
         for seq in batch.sequences:
+            *known, newest = seq.scheduled_token_ids
+            assert all(token >= 0 for token in known)
+            assert newest >= 0 or self.flights[-1][-1 - newest][0] is seq, "a token of another sequence"
             for position in range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens):
                 self.kv[self.slot(seq, position)] = self.truth(seq, position)
         for seq in batch.sequences:
@@ -85,22 +95,34 @@ class Driver:
         return seq.block_table[position // SIZE], position % SIZE
 
     def truth(self, seq, position):
-        return self.version, tuple(seq.token_ids[: position + 1])
+        coming = [token for flight in self.flights for s, token in flight if s is seq]
+        return self.version, tuple((seq.token_ids + coming)[: position + 1])
 
     def step(self, token=lambda seq: 7, ends=lambda seq: False):
         batch = self.schedule()
-        if not batch.sequences:
-            return batch
-        self.compute(batch)
-        sampling = [seq for seq in batch.sequences if seq.samples_now]
-        self.scheduler.advance(batch)
-        self.scheduler.check()
-        for seq in [s for leader in sampling for s in (leader, *self.scheduler.fork(leader))]:
-            seq.token_ids.append(token(seq))
+        if batch.sequences:
+            self.compute(batch)
+            sampling = [seq for seq in batch.sequences if seq.samples_now]
+            self.scheduler.advance(batch)
+            self.scheduler.check()
+            drawing = [s for leader in sampling for s in (leader, *self.scheduler.fork(leader))]
+            self.flights.append([(seq, token(seq)) for seq in drawing])
+            for i, seq in enumerate(drawing):
+                seq.num_pending, seq.pending_draw = seq.num_pending + 1, i
+        if self.flights and (len(self.flights) > self.late or not batch.sequences):
+            self.deliver(ends)
+        return batch
+
+    def deliver(self, ends=lambda seq: False):
+        """The tokens of the oldest step under way."""
+        for seq, token in self.flights.popleft():
+            seq.num_pending -= 1
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            seq.token_ids.append(token)
             if seq.num_completion_tokens >= seq.max_tokens or ends(seq):
                 self.scheduler.finish(seq)
         self.scheduler.check()
-        return batch
 
     def abort(self, group):
         unstarted, group[0].siblings = group[0].siblings, []
@@ -145,9 +167,10 @@ class Workload(RuleBasedStateMachine):
         blocks=st.integers(1, 9),
         seqs=st.sampled_from([1, 2, 3, 8]),
         budget=st.sampled_from([1, 2, 3, 5, 9, 64]),
+        late=st.booleans(),
     )
-    def start(self, blocks, seqs, budget):
-        self.driver = Driver(blocks, seqs, budget)
+    def start(self, blocks, seqs, budget, late):
+        self.driver = Driver(blocks, seqs, budget, late)
         self.shared = [0, 1] * 20
 
     @property
@@ -180,6 +203,8 @@ class Workload(RuleBasedStateMachine):
 
     @rule()
     def new_weights(self):
+        while self.driver.flights:
+            self.driver.deliver()
         self.driver.version += 1
         self.driver.scheduler.preempt_all(str(self.driver.version).encode())
         self.driver.scheduler.check()
@@ -222,12 +247,24 @@ def test_no_workload_breaks_an_invariant_reads_foreign_kv_or_stalls():
 def test_many_requests_in_a_tiny_pool_all_finish(seed):
     rng = random.Random(seed)
     driver = Driver(
-        num_blocks=rng.randint(3, 6), max_num_seqs=rng.choice((2, 5, 20)), max_num_batched_tokens=rng.choice((1, 6, 50))
+        num_blocks=rng.randint(3, 6),
+        max_num_seqs=rng.choice((2, 5, 20)),
+        max_num_batched_tokens=rng.choice((1, 6, 50)),
+        late=seed % 2 == 1,
     )
     for _ in range(12):
         prompt = tokens(rng.randrange(3), rng.randint(1, 8))
         driver.add(prompt, rng.randint(1, 12 - len(prompt) + 1), n=rng.choice((1, 3)))
     driver.drain()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_generated_is_found_again(late):
+    """Blocks whose last token was under way when their KV was written, too."""
+    driver = Driver(num_blocks=8, late=late)
+    first = driver.add(tokens(0, 5), max_tokens=12)
+    driver.drain()
+    assert driver.run(first.token_ids) == 16
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------

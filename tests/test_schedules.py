@@ -60,6 +60,8 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
     """
     threads = torch.get_num_threads()
     split = settings.get("stage_layers", (1,) * settings.get("pipeline_parallel_size", 1))
+    if "pipeline_parallel_size" not in settings:
+        settings["async_scheduling"] = rng.random() < 0.6
     llm = LLM(
         path,
         dtype=dtype,

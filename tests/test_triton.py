@@ -1,6 +1,7 @@
 """The GPU kernels without a GPU: interpreted, against fp64 and themselves under every schedule, and compiled."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -14,12 +15,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from samebits import NumericsError, SamplingParams
 from samebits.kernels import cpu, ops
 from samebits.kernels import triton as kernels
+from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 from samebits.kernels.triton.launch import INTERPRETED
 from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
@@ -159,6 +162,9 @@ def test_row_wise_ops(dtype):
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert error(out, exact, exact.abs() + 1e-3) < 3e-7 + ROUNDING[dtype]
     assert rstd.dtype == torch.float32
+    total, after = kernels.add_rms_norm(x, up, weight, 1e-5)
+    assert torch.equal(total, x + up)
+    assert torch.equal(after, kernels.rms_norm(total, weight, 1e-5)[0])
     for row in range(7):  # from an address that no vector load could take
         odd = torch.cat((x.new_zeros(1), x[row]))[1:]
         assert torch.equal(kernels.rms_norm(odd[None], weight, 1e-5)[0][0], out[row])
@@ -167,6 +173,25 @@ def test_row_wise_ops(dtype):
     for name, gate in gates.items():
         exact = gate(wide) * up.double()
         assert error(kernels.gated_activation(x, up, name), exact, exact.abs() + 1) < 1e-6 + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_wise_backward(dtype):
+    """More rows than one program has, a width that fills no block."""
+    torch.manual_seed(0)
+    x, up, upstream, weight = *(torch.randn(70, 100).to(dtype) for _ in range(3)), torch.randn(100).to(dtype)
+    cases = [((x, weight), lambda a, w: ops.rms_norm(a, w, 1e-5), lambda a, w: F.rms_norm(a, (100,), w, 1e-5))]
+    for name, activation in TORCH_ACTIVATIONS.items():
+        ours = functools.partial(ops.gated_activation, name=name)
+        cases.append(((3 * x, up), ours, lambda a, b, f=activation: f(a) * b))
+    for given, ours, reference in cases:
+        leaves = [t.clone().requires_grad_() for t in given]
+        grads = torch.autograd.grad(ours(*leaves), leaves, upstream)
+        wide = [t.double().requires_grad_() for t in given]
+        exact = torch.autograd.grad(reference(*wide), wide, upstream.double())
+        for grad, value in zip(grads, exact, strict=True):
+            assert grad.dtype == dtype
+            assert error(grad, value, value.abs().max()) < 2e-6 + ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,7 +256,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
     results, llm = run_schedule(path, dtype, rng, requests, model, **stages)
     check_results(model, requests, results)
-    assert llm.core.runner.graphs._buckets
+    assert {tokens > 1 for _, tokens in llm.core.runner.graphs._buckets} == {False, True}, "decoding, and prompts too"
 
 
 def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
@@ -279,8 +304,10 @@ def test_kernels_compile(capability, tmp_path):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
-        "_rotary", "_distribution",
+        "_rms_norm_backward", "_gated_backward", "_rotary", "_distribution",
     }  # fmt: skip
+    norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
+    assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
     for c in compiled:
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c

@@ -220,13 +220,9 @@ def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Ten
     return recorder.seen
 
 
-class _TorchNorm(nn.Module):
-    def __init__(self, norm: ExactRMSNorm):
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
+class _TorchNorm(ExactRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def replace_op(model: nn.Module, name: str) -> None:
@@ -235,16 +231,15 @@ def replace_op(model: nn.Module, name: str) -> None:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(f"no module {name!r}: {error}") from error
-    parent, _, leaf = name.rpartition(".")
-    plain: nn.Module
     if isinstance(module, ExactRMSNorm):
-        plain = _TorchNorm(module)
+        module.__class__ = type("TorchNorm", (_TorchNorm, type(module)), {})
     elif isinstance(module, ExactLinear):
         weight = module.weight if module.packed is None else module.packed.rows(torch.arange(module.out_features))
         plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=weight.dtype)
         plain.weight.data = weight.detach().contiguous()
         if module.bias is not None:
             plain.bias.data = module.bias.detach()
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, plain)
     else:
         raise ValueError(f"{name!r} is a {type(module).__name__}; choose a linear or a norm")
-    setattr(model.get_submodule(parent), leaf, plain)

@@ -9,7 +9,14 @@ from tqdm import tqdm
 
 from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
 from .attention_backward import attention_backward
-from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary_tables
+from .elementwise import (
+    ACTIVATIONS,
+    gated_activation,
+    gated_activation_backward,
+    rms_norm,
+    rms_norm_backward,
+    rotary_tables,
+)
 from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, packed_rows
 from .sampling import distribution
@@ -67,6 +74,7 @@ __all__ = [
     "check",
     "distribution",
     "gated_activation",
+    "gated_activation_backward",
     "gradient_product",
     "linear_packed",
     "linear_resume",
@@ -75,6 +83,7 @@ __all__ = [
     "pack",
     "packed_rows",
     "rms_norm",
+    "rms_norm_backward",
     "rotary_tables",
     "storage",
     "trees",

@@ -5,9 +5,11 @@ and cosine and the exact GELU's erfc are the C library's scalar fp64 functions: 
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import float32, int32, prange
 
 from .jit import elementwise, inline, storage
@@ -120,7 +122,12 @@ def _rotary_tables(positions, inv_freq, scaling, cos, sin):
             sin[t, j + half] = s
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+ACTIVATIONS = tuple(TORCH_ACTIVATIONS)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,12 +138,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     return out.to(x.dtype), rstd
 
 
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [rows, width] and weight [width], in their dtypes, from the result's; rstd fp32 [rows]."""
+    grad, normed = grad.float(), x.float() * rstd[:, None]
+    weighted = grad * weight.float()
+    grad_x = rstd[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+
+
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
     """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
     wide, wide_up = gate.float().contiguous(), up.float().contiguous()
     out = torch.empty_like(wide)
     _gated(wide.numpy(), wide_up.numpy(), ACTIVATIONS.index(name), out.numpy())
     return out.to(gate.dtype)
+
+
+def gated_activation_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, in their dtype, from the result's; all [rows, width]."""
+    wide, wide_up = (t.float().requires_grad_() for t in (gate, up))
+    with torch.enable_grad():
+        out = TORCH_ACTIVATIONS[name](wide) * wide_up
+    grads = torch.autograd.grad(out, (wide, wide_up), grad.float())
+    return grads[0].to(gate.dtype), grads[1].to(up.dtype)
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

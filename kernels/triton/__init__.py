@@ -13,8 +13,17 @@ except ImportError as error:
     raise RuntimeError("GPU kernels need Triton: pip install 'samebits[gpu]'") from error
 
 from . import attention as _paged
-from .attention import BLOCK, attention_backward, new_kv_cache, work_items
-from .elementwise import ACTIVATIONS, gated_activation, rms_norm, rotary, rotary_tables
+from .attention import BLOCK, attention_backward, new_kv_cache, tile_tokens, work_items
+from .elementwise import (
+    ACTIVATIONS,
+    add_rms_norm,
+    gated_activation,
+    gated_activation_backward,
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    rotary_tables,
+)
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
 from .sampling import distribution
@@ -118,11 +127,13 @@ __all__ = [
     "BLOCK",
     "GRAPHS",
     "LOGIT_ROWS",
+    "add_rms_norm",
     "attention",
     "attention_backward",
     "check",
     "distribution",
     "gated_activation",
+    "gated_activation_backward",
     "gradient_product",
     "linear_packed",
     "linear_resume",
@@ -131,9 +142,11 @@ __all__ = [
     "pack",
     "packed_rows",
     "rms_norm",
+    "rms_norm_backward",
     "rotary",
     "rotary_tables",
     "storage",
+    "tile_tokens",
     "trees",
     "warm_up",
     "work_items",

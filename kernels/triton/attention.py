@@ -203,14 +203,22 @@ def write_kv(k, v, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Te
     )  # fmt: skip
 
 
-def work_items(lengths: Sequence[int], group: int) -> np.ndarray:
-    """[n, 3] int32 rows (first token, tokens, sequence): runs of query tokens that share a tile; small ones first."""
+def tile_tokens(group: int) -> int:
+    """Query tokens of the smallest tile."""
+    return max(1, (_SMALL_ROWS if group <= _SMALL_ROWS else _LARGE_ROWS) // group)
+
+
+def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> np.ndarray:
+    """[n, 3] int32 rows (first token, tokens, sequence): runs of query tokens that share a tile; small ones first.
+
+    most: tokens of a run; None fits them to the tiles.
+    """
     small, large, first = [], [], 0
+    step = most or max(1, _LARGE_ROWS // group)
     for sequence, length in enumerate(lengths):
-        if length * group <= _SMALL_ROWS:
+        if most is None and length * group <= _SMALL_ROWS:
             small.append((first, length, sequence))
         else:
-            step = max(1, _LARGE_ROWS // group)
             large += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
         first += length
     return np.array(small + large, np.int32).reshape(-1, 3)

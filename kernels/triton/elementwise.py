@@ -13,14 +13,19 @@ from .launch import aligned, launch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _TILE = 1024
+_ROWS = 32  # that one program of a backward pass sums
 
 
 @triton.jit
-def _rms_norm(x, weight, out, rstd, width, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     mask = j < width
     values = tl.load(x + row * width + j, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        values = values + tl.load(update + row * width + j, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total + row * width + j, values.to(total.dtype.element_ty), mask=mask)
+        values = values.to(total.dtype.element_ty).to(tl.float32)
     mean = tl.sum(values * values, 0) / width
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     scaled = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32) * (values * scale)
@@ -28,15 +33,68 @@ def _rms_norm(x, weight, out, rstd, width, eps, BLOCK: tl.constexpr):
     tl.store(rstd + row, scale)
 
 
+def _row(width: int) -> dict[str, int]:
+    """The block and warps of one row."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """weight * (x * rstd) in x's dtype and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
     x = aligned(x)
     rows, width = x.shape
     out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    block = triton.next_power_of_2(width)
-    warps = min(max(block // 512, 1), 16)
-    launch(_rms_norm, (rows,), x, aligned(weight.detach()), out, rstd, width, eps, BLOCK=block, num_warps=warps)
+    weight = aligned(weight.detach())
+    launch(_rms_norm, (rows,), x, x, weight, out, out, rstd, width, eps, ADD=False, **_row(width))
     return out, rstd
+
+
+def add_rms_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + update, its `rms_norm`), each in x's dtype, [rows, width], in one launch: the same bits as in two."""
+    x, update = aligned(x), aligned(update)
+    rows, width = x.shape
+    total, out, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    weight = aligned(weight.detach())
+    launch(_rms_norm, (rows,), x, update, weight, total, out, rstd, width, eps, ADD=True, **_row(width))
+    return total, out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward(
+    grad, x, weight, rstd, grad_x, parts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """ROWS rows; `parts` gets their sum of the weight's gradient."""
+    program = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    mask = j < width
+    w = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program * ROWS, tl.minimum((program + 1) * ROWS, rows)):
+        upstream = tl.load(grad + row * width + j, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row)
+        normed = tl.load(x + row * width + j, mask=mask, other=0.0).to(tl.float32) * scale
+        total = total + upstream * normed
+        weighted = upstream * w
+        mean = tl.sum(weighted * normed, 0) / width
+        tl.store(grad_x + row * width + j, (scale * (weighted - normed * mean)).to(x.dtype.element_ty), mask=mask)
+    tl.store(parts + program * width + j, total, mask=mask)
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [rows, width] and weight [width], in their dtypes, from the result's; rstd fp32 [rows]."""
+    grad, x = grad.contiguous(), x.contiguous()
+    rows, width = x.shape
+    grad_x, programs = torch.empty_like(x), -(-rows // _ROWS)
+    parts = x.new_empty((programs, width), dtype=torch.float32)
+    launch(
+        _rms_norm_backward, (programs,), grad, x, weight.contiguous(), rstd, grad_x, parts, rows, width,
+        ROWS=_ROWS, **_row(width),
+    )  # fmt: skip
+    return grad_x, parts.sum(0).to(weight.dtype)
 
 
 @triton.jit
@@ -46,18 +104,41 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _share(x, KIND: tl.constexpr):
+    """activation(x) / x: the share of x that passes."""
+    if KIND == 0:
+        return _sigmoid(x)
+    elif KIND == 1:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # (1 + tanh(u)) / 2 = sigmoid(2u) (Hendrycks & Gimpel, 2016)
+        return _sigmoid(2.0 * (0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
 def _gated(gate, up, out, size, KIND: tl.constexpr, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < size
     x = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
-    if KIND == 0:
-        y = x * _sigmoid(x)
-    elif KIND == 1:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:  # 1 + tanh(u) = 2 sigmoid(2u) (Hendrycks & Gimpel, 2016)
-        y = x * _sigmoid(2.0 * (0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    y = y * tl.load(up + i, mask=mask, other=0.0).to(tl.float32)
+    y = x * _share(x, KIND) * tl.load(up + i, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_backward(grad, gate, up, grad_gate, grad_up, size, KIND: tl.constexpr, TILE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = i < size
+    upstream = tl.load(grad + i, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
+    share = _share(x, KIND)
+    if KIND == 0:
+        slope = share * (1.0 - share)
+    elif KIND == 1:
+        slope = tl.exp(-0.5 * x * x) * 0.3989422804014327
+    else:
+        slope = share * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    by_gate = upstream * tl.load(up + i, mask=mask, other=0.0).to(tl.float32) * (share + x * slope)
+    tl.store(grad_gate + i, by_gate.to(gate.dtype.element_ty), mask=mask)
+    tl.store(grad_up + i, (upstream * (x * share)).to(up.dtype.element_ty), mask=mask)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
@@ -66,6 +147,19 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
     out, size = torch.empty_like(gate), gate.numel()
     launch(_gated, (-(-size // _TILE),), gate, up, out, size, KIND=ACTIVATIONS.index(name), TILE=_TILE, num_warps=4)
     return out
+
+
+def gated_activation_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, in their dtype, from the result's; all [rows, width]."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    outs, size = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    kind = ACTIVATIONS.index(name)
+    launch(
+        _gated_backward, (-(-size // _TILE),), grad, gate, up, *outs, size, KIND=kind, TILE=_TILE, num_warps=4
+    )  # fmt: skip
+    return outs
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,117 @@
+"""What only a rollout does to a model, to the same bits: weights packed once, fewer launches. The trainer's copy keeps
+HF's parameters and calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..kernels import ops
+from ..model.exact import ExactLinear, ExactRMSNorm, SharedInput
+
+_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one launch each
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding tied to a packed lm_head: looks its rows up there instead of keeping a second copy."""
+
+    packed: ops.PackedWeight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.packed.rows(ids)
+
+
+class FusedAttention(nn.Module):
+    """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
+        module: Any = self
+        shape = *hidden_states.shape[1:-1], -1, module.head_dim
+        q, k, v = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = module.q_norm(q), module.k_norm(k)
+        cos, sin = (t[0] for t in position_embeddings)
+        q, k = ops.backend(q.device).rotary(q, k, cos, sin)
+        config = module.config
+        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None)) or 0
+        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
+        return module.o_proj(out.reshape(1, out.shape[0], -1)), None
+
+
+class FusedNorm(ExactRMSNorm):
+    """A norm that can take the sum before it along, in one launch."""
+
+    _sum: Tensor | None = None
+    _normed: Tensor
+
+    def add(self, x: Tensor, update: Tensor) -> Tensor:
+        """x + update; its norm, which comes next, is then there."""
+        width = x.shape[-1]
+        add_rms_norm = ops.backend(x.device).add_rms_norm
+        total, self._normed = (
+            t.view(x.shape)
+            for t in add_rms_norm(x.view(-1, width), update.view(-1, width), self.weight, self.variance_epsilon)
+        )
+        self._sum = total
+        return total
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x is not self._sum:
+            return super().forward(x)
+        self._sum, normed = None, self._normed
+        del self._normed
+        return normed
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of a supported model whose sums take the norms after them along."""
+
+    following: tuple[FusedNorm, ...] = ()  # the norm after this layer, if there is one here; a tuple: no child of it
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        module: Any = self
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        hidden_states = module.post_attention_layernorm.add(hidden_states, attended)
+        update = module.mlp(module.post_attention_layernorm(hidden_states))
+        return self.following[0].add(hidden_states, update) if self.following else hidden_states + update
+
+
+def pack_weights(model: PreTrainedModel) -> None:
+    """Rollout-only layout: each weight lives once, packed for the product."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = None not in (embedding, head) and embedding.weight is head.weight
+    for module in model.modules():
+        if isinstance(module, ExactLinear) and module.route == "fma":
+            module.packed = ops.PackedWeight.pack(module.weight)
+            module.weight = None  # type: ignore[assignment]
+    for module in model.modules():
+        for names in _SHARED_INPUTS:
+            group = [getattr(module, name, None) for name in names]
+            if all(isinstance(m, ExactLinear) and m.packed is not None for m in group):
+                SharedInput(group)  # type: ignore[arg-type]
+    if tied and head.packed is not None:
+        embedding.__class__ = PackedEmbedding
+        embedding.packed = head.packed
+        embedding.weight = None
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Replaces what the backend computes in fewer launches, to the same bits."""
+    base: Any = model.base_model
+    exact = isinstance(base.layers[0].input_layernorm, ExactRMSNorm)
+    if not exact or not hasattr(ops.backend(model.device), "rotary"):
+        return
+    following: tuple[Any, ...] = ()
+    for module in (base.norm, *reversed(base.layers)):
+        if isinstance(module, ExactRMSNorm):
+            module.__class__ = FusedNorm
+            following = (module,)
+        elif not isinstance(module, nn.Identity):
+            inner = module.self_attn
+            inner.__class__ = type("FusedAttention", (FusedAttention, type(inner)), {})
+            module.__class__ = type("FusedLayer", (FusedLayer, type(module)), {})
+            module.input_layernorm.__class__ = module.post_attention_layernorm.__class__ = FusedNorm
+            module.following, following = following, (module.input_layernorm,)
