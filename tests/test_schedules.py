@@ -14,6 +14,7 @@ from samebits.trainer import exact_model, token_logprobs
 from models import CONFIGS
 from oracle import oracle
 
+CASES = [3, pytest.param(24, marks=pytest.mark.slow)]  # and more, if these preempt no sequence or share no prefix
 FILTERS = [
     {},
     {"temperature": 0.6},
@@ -106,14 +107,15 @@ def check_results(model, requests, results) -> None:
                 assert c.raw_logprobs == raw.tolist()
 
 
+@pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
+def test_no_schedule_changes_a_bit(checkpoint, family, dtype, cases):
     path = checkpoint(family)
     model = exact_model(path, dtype)
     preemptions = hits = 0
     for case in range(24):
-        if case >= 5 and preemptions and hits:
+        if case >= cases and preemptions and hits:
             break
         rng = random.Random(f"{family}-{dtype}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
@@ -124,15 +126,16 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     assert preemptions and hits, "the schedules exercised nothing"
 
 
+@pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_no_pipeline_changes_a_bit(checkpoint, family, stages):
+def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
     """Stages of one process, several batches under way: the schedules of a pipeline without its processes."""
     path, dtype = checkpoint(family, num_hidden_layers=stages), {2: "bfloat16", 3: "float32"}[stages]
     model = exact_model(path, dtype)
     preemptions = hits = 0
     for case in range(24):
-        if case >= 4 and preemptions and hits:
+        if case >= cases and preemptions and hits:
             break
         rng = random.Random(f"{family}-{stages}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
