@@ -50,7 +50,7 @@ def layouts(backends: list[str]) -> dict[str, dict]:
     return found
 
 
-def throughput(model: str, backends: list[str], rounds: int) -> dict[str, list[float]]:
+def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> dict[str, list[float]]:
     """Output tokens/s of each round, on the mixed workload."""
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(layouts(backends)), unit="run") as bar:
@@ -58,7 +58,7 @@ def throughput(model: str, backends: list[str], rounds: int) -> dict[str, list[f
             for name, settings in layouts(backends).items():
                 job = pathlib.Path(folder) / "job.json"
                 work = WORKLOADS["mixed"]()
-                job.write_text(json.dumps({"model": model, "dtype": "float32", "settings": settings, **work}))
+                job.write_text(json.dumps({"model": model, "dtype": dtype, "settings": settings, **work}))
                 command = [sys.executable, str(HERE / "run_samebits.py"), str(job)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
@@ -181,6 +181,7 @@ def profile(model: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
@@ -192,7 +193,7 @@ def main() -> None:
         print(args.profile.read_text())
         return
     console = Console()
-    rates = throughput(args.model, args.backends, args.rounds)
+    rates = throughput(args.model, args.dtype, args.backends, args.rounds)
     table = Table("layout", "output tok/s (median)", "runs", f"of {ALONE}")
     ratios = {}
     for name, each in rates.items():

@@ -186,6 +186,8 @@ class Stage(UpdateMember):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def free_kv_cache(self) -> None:
+        """And the memory that the next update would take."""
+        self.loader.spare.clear()
         self.runner.free_kv_cache()
 
     def take_kv_cache(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,6 +103,7 @@ class WeightLoader:
         named = model.named_parameters(remove_duplicate=False)
         parameters = {shift_layer(name, first_layer): p for name, p in named}
         self.dtype, self.device = model.dtype, model.device
+        self.spare: dict[str, Any] = {}  # what the last update replaced: new memory costs as much as filling it
         modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
         first = {id(p): name for name, p in reversed(parameters.items())}
         self.slots: dict[str, list[tuple[Any, str]]] = {}  # where a tensor is used; under the first of tied names
@@ -119,20 +121,25 @@ class WeightLoader:
         return self.whole or name in self.table.shapes
 
     def switch(self, update: WeightUpdate) -> None:
-        """Puts an update's tensors in the place of the old ones. Nothing can fail here."""
+        """Puts an update's tensors in the place of the old ones, whose memory the next update takes. Nothing can fail
+        here."""
         for name, new in update.staged.items():
             for module, leaf in self.slots[name]:
-                old = module.packed.panels if isinstance(new, ops.PackedWeight) else getattr(module, leaf).data
-                tensor = new.panels if isinstance(new, ops.PackedWeight) else new
-                if self.device.type == "cuda" and old.shape == tensor.shape:
-                    old.copy_(tensor)  # CUDA graphs know the address
-                elif isinstance(new, ops.PackedWeight):
+                old = module.packed if isinstance(new, ops.PackedWeight) else getattr(module, leaf).data
+                before, after = (w.panels if isinstance(w, ops.PackedWeight) else w for w in (old, new))
+                if self.device.type == "cuda" and before.shape == after.shape:
+                    before.copy_(after)  # CUDA graphs know the address
+                    continue
+                if before.shape == after.shape:
+                    self.spare.setdefault(name, old)  # of tied tensors, the first: the others are new already
+                if isinstance(new, ops.PackedWeight):
                     module.packed = new
                 else:
                     getattr(module, leaf).data = new
 
     def drop(self) -> None:
         """Frees all weights; only an update brings any back."""
+        self.spare.clear()
         for slots in self.slots.values():
             for module, leaf in slots:
                 if packed(module, leaf):
@@ -172,6 +179,7 @@ class WeightUpdate:
         self.loader = loader
         self.groups = groups
         self.stored: StoredWeights | None = None  # the checkpoint that it is, if it is one
+        self._reading = threading.Lock()
         self.staged: dict[str, Tensor | ops.PackedWeight] = {}
         self.given: dict[str, Tensor | None] = {}  # the tensor where it is needed for comparison with its tied twin
 
@@ -220,8 +228,9 @@ class WeightUpdate:
             self.load(tensors)
 
     def read(self, file: str, specs: Sequence[TensorSpec]) -> None:
-        """Loads the tensors whose bytes are in a file, one after the other."""
-        self.load(split(torch.from_numpy(np.memmap(file, np.uint8, mode="c")), list(specs)))
+        """Loads the tensors whose bytes are in a file, one after the other; files one at a time, whoever asks."""
+        with self._reading:
+            self.load(split(torch.from_numpy(np.memmap(file, np.uint8, mode="c")), list(specs)))
 
     def _add(self, name: str, tensor: Tensor) -> None:
         loader = self.loader
@@ -243,8 +252,11 @@ class WeightUpdate:
             raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
         self.given[name] = tensor if first in ties.values() else None
         if twin is None:
-            pack = any(packed(*slot) for slot in loader.slots[first])
-            self.staged[first] = ops.PackedWeight.pack(tensor) if pack else tensor.clone()
+            spare = loader.spare.pop(first, None)
+            if any(packed(*slot) for slot in loader.slots[first]):
+                self.staged[first] = ops.PackedWeight.pack(tensor, spare)
+            else:
+                self.staged[first] = tensor.clone() if spare is None else spare.copy_(tensor)
 
     def check_complete(self) -> None:
         self.loader.table.check_complete(set(self.given))

@@ -66,8 +66,10 @@ class PackedWeight:
         self.memory = backend(self.panels.device).storage(self.panels)  # as the kernels take it
 
     @classmethod
-    def pack(cls, weight: Tensor) -> PackedWeight:
-        return cls(backend(weight.device).pack(weight.detach()), weight.shape[0])
+    def pack(cls, weight: Tensor, reuse: PackedWeight | None = None) -> PackedWeight:
+        """reuse: a packed weight of the same shape and dtype that nobody needs any more; its memory is taken."""
+        panels = None if reuse is None else reuse.panels
+        return cls(backend(weight.device).pack(weight.detach(), panels), weight.shape[0])
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, [*index.shape, depth]."""

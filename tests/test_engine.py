@@ -1531,3 +1531,31 @@ def test_async_scheduling_starts_a_step_before_the_last_ones_tokens_are_known(ch
         assert llm.stats().kv_blocks_used == 0
     assert [o.completions for o in runs[0]] == [o.completions for o in runs[1]]
     assert runs[0][0].completions[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["packed", "as they are"])
+def test_an_update_takes_the_memory_of_the_weights_before_last_and_of_no_others(checkpoint, tmp_path, exact):
+    """Two handles at once, an abandoned one, tied tensors: what serves stays as it is until the switch."""
+    models = [exact_model(make_checkpoint(tmp_path / str(seed), "llama", seed=seed), exact=exact) for seed in range(4)]
+    llm = engine(checkpoint("llama"), exact=exact)
+    expected = []
+    for model in models:
+        llm.update_weights(model)
+        expected.append(llm.weight_checksums())
+    assert len({str(sums) for sums in expected}) == len(models)
+    for i in (0, 2, 1):
+        before, update, abandoned = llm.weight_checksums(), llm.begin_weight_update(), llm.begin_weight_update()
+        abandoned.load(models[3])
+        update.load(models[i])
+        assert llm.weight_checksums() == before
+        llm.commit_weight_update(update)
+        assert llm.weight_checksums() == expected[i]
+    places = []
+    for i in range(4):
+        llm.update_weights(models[i])
+        slots = llm.core.pipeline.first.loader.slots.values()
+        tensors = [m.packed.panels if exact and hasattr(m, "packed") else getattr(m, leaf) for ((m, leaf), *_) in slots]
+        places.append([t.data_ptr() for t in tensors])
+    assert places[:2] == places[2:]
+    llm.sleep(1)
+    assert not llm.core.pipeline.first.loader.spare

@@ -8,8 +8,10 @@ import logging
 import os
 import pathlib
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ from .worker import LocalPeer, Peer, WorkerError, results
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
-BUCKET_BYTES = 2**26  # of tensors on their way at a time
+SHARED_FILES = 4
+BUCKET_BYTES = 2**24  # of tensors on their way at a time
 _names = itertools.count()
 
 
@@ -170,28 +173,30 @@ class FanOutUpdate:
 
     def _send(self, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
         largest = max(BUCKET_BYTES, *(s.nbytes for s in specs))
-        if self.fan_out.host == "127.0.0.1" and _free_shared_memory() > 4 * largest:
+        if self.fan_out.host == "127.0.0.1" and _free_shared_memory() > SHARED_FILES * largest:
             self._share(tensors)
         else:
             self._broadcast(specs, tensors)
         self.given |= {s.name for s in specs}
 
     def _share(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Members read one bucket while the next is written."""
-        calls: list[tuple[str, Future]] = []
-        with contextlib.ExitStack() as files:
-            for pairs in _buckets(tensors):
-                following = contextlib.ExitStack()
-                file = following.enter_context(tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="samebits-"))
+        """Members read buckets while the next are written, to files in turn, whose pages are made once."""
+        flights: deque[list[tuple[str, Future]]] = deque()
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context(tempfile.NamedTemporaryFile("w+b", 0, dir=SHARED_MEMORY, prefix="samebits-"))
+                for _ in range(SHARED_FILES)
+            ]
+            for pairs, file in zip(_buckets(tensors), itertools.cycle(files), strict=False):
+                if len(flights) == SHARED_FILES:
+                    results(flights.popleft(), self.fan_out.load_timeout)
                 specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs]
+                file.seek(0)
                 for _, tensor in pairs:
-                    file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-                file.flush()
-                results(calls, self.fan_out.load_timeout)
-                files.close()
-                files.push(following)
-                calls = self.fan_out.start("read_update", file.name, specs)
-            results(calls, self.fan_out.load_timeout)
+                    _write(file, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                flights.append(self.fan_out.start("read_update", file.name, specs))
+            while flights:
+                results(flights.popleft(), self.fan_out.load_timeout)
 
     def read(self, file: str, specs: list[TensorSpec]) -> None:
         """All members load the tensors whose bytes are in a file, one after the other."""
@@ -221,6 +226,12 @@ class FanOutUpdate:
         """Raises unless every member could put the update in force."""
         self.table.check_complete(self.given)
         self.fan_out.all("prepare_update")
+
+
+def _write(file: IO[bytes], data: memoryview) -> None:
+    """All of it: one call may take less."""
+    while data.nbytes:
+        data = data[file.write(data) :]
 
 
 def _free_shared_memory() -> int:

@@ -6,6 +6,7 @@ training packs a panel at a time into a scratch that stays in cache. Both feed t
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import float32, prange
 
 from .jit import inline, parallel, storage
@@ -70,14 +71,14 @@ def _linear_unpacked(x, weight, bias, resume, out):
         _panel_product(x, panel, p, out, panel)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[features, depth] -> [panels, depth, PANEL], zero-padded, same dtype."""
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[features, depth] -> [panels, depth, PANEL], zero-padded, same dtype; in `out` if given."""
     features, depth = weight.shape
     whole = features // PANEL
-    panels = weight.new_zeros(-(-features // PANEL), depth, PANEL)
+    panels = weight.new_empty(-(-features // PANEL), depth, PANEL) if out is None else out
     panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, depth).transpose(1, 2)
     if features % PANEL:
-        panels[whole, :, : features % PANEL] = weight[whole * PANEL :].t()
+        panels[whole] = F.pad(weight[whole * PANEL :].t(), (0, PANEL - features % PANEL))
     return panels
 
 

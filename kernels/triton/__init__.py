@@ -68,9 +68,9 @@ def storage(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight [features, depth]: the kernels read it as it is."""
-    return weight.detach().clone(memory_format=torch.contiguous_format)
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of a weight [features, depth], in `out` if given: the kernels read it as it is."""
+    return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out).copy_(weight)
 
 
 def packed_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
