@@ -1,6 +1,7 @@
 """Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
 
-usage: python benchmarks/scale.py [--rounds 3] [--backends mp ray] [--out FILE] [--trace FILE.png] [--profile FILE]
+usage: python benchmarks/scale.py [--rounds 3] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
+                                  [--trace FILE.png] [--profile FILE]
 
 Each layout runs in processes of its own, once a round, in turn; one thread a stage, all threads for one engine alone.
 --profile only measures a layer's and the head's times, for simulate_scale.py.
@@ -181,7 +182,8 @@ def profile(model: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    dtypes = ["bfloat16", "float32", "float16"]
+    parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
@@ -193,15 +195,17 @@ def main() -> None:
         print(args.profile.read_text())
         return
     console = Console()
-    rates = throughput(args.model, args.dtype, args.backends, args.rounds)
-    table = Table("layout", "output tok/s (median)", "runs", f"of {ALONE}")
-    ratios = {}
-    for name, each in rates.items():
-        ratios[name] = statistics.median(a / b for a, b in zip(each, rates[ALONE], strict=True))
-        table.add_row(
-            name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), f"{ratios[name]:.2f} x"
-        )
-    console.print(table)
+    rates: dict[str, dict] = {}
+    ratios: dict[str, dict] = {}
+    for dtype in args.dtypes:
+        rates[dtype], ratios[dtype] = throughput(args.model, dtype, args.backends, args.rounds), {}
+        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}")
+        for name, each in rates[dtype].items():
+            ratio = statistics.median(a / b for a, b in zip(each, rates[dtype][ALONE], strict=True))
+            runs = " ".join(f"{x:.0f}" for x in each)
+            table.add_row(name, f"{statistics.median(each):.0f}", runs, f"{ratio:.2f} x")
+            ratios[dtype][name] = ratio
+        console.print(table)
     updates = update_seconds(args.model)
     medians = {n: statistics.median(t) for n, t in updates.items()}
     console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
