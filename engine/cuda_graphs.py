@@ -92,7 +92,7 @@ class StepGraphs:
 
     def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, tokens: int) -> None:
         size, count, sequences = bucket.size, len(layout.positions), len(layout.lengths)
-        items = layout.items if tokens == 1 else self._kernels.work_items(layout.lengths, self._group, tokens)
+        items = layout.items if sequences == count else self._kernels.work_items(layout.lengths, self._group, tokens)
         host = np.zeros(6 * size + layout.tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
         columns[:2, :count] = layout.positions, layout.slots

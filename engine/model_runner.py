@@ -218,7 +218,7 @@ class ModelRunner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole KV blocks, source to destination, in every layer."""
         if copies:
-            source, destination = torch.tensor(copies, device=self.model.device).unbind(1)
+            source, destination = ops.to_device(np.array(copies, np.int64), self.model.device).unbind(1)
             for caches in self.kv_caches:
                 for cache in caches:
                     cache[destination] = cache[source]
@@ -305,7 +305,7 @@ class ModelRunner:
             columns.append(torch.zeros_like(columns[1]).index_copy_(0, wanted, plain[:, 0].float().double()))
         for i, count in enumerate(plan.top[part]):
             if count >= 0:
-                logits[i, params.banned[i]] = -torch.inf
+                logits[i].index_fill_(0, ops.to_device(np.array(params.banned[i], np.int64), device), -torch.inf)
                 found = [1 + (logits[i] > logits[i].gather(0, tokens[i, None])).sum()]
                 if count > 0:
                     logp = logits[i] / (params.temperature[i] or 1.0)

@@ -7,6 +7,7 @@ batches are under way at once, so that stages work at the same time; each comput
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import pathlib
@@ -131,6 +132,11 @@ class Stage(UpdateMember):
             return None
         return tokens
 
+    def announce(self, method: str, args: tuple) -> None:
+        """A step that has arrived, and has to wait for its turn: its hidden states may come meanwhile."""
+        if method == "run" and self._link is not None:
+            self._link.expect(len(args[0].token_ids))
+
     def take_trace(self) -> list[tuple[float, float]]:
         """Start and end of the last steps, seconds since the epoch; forgets them."""
         trace = list(self.trace)
@@ -201,12 +207,25 @@ class _Link:
         backend = "nccl" if room.device.type == "cuda" else "gloo"
         self._group = new_backend(f"{address}:{port}", rank, stages, "pipeline", backend, timeout)
         self._rank, self._limit, self._room = rank, timedelta(seconds=timeout), room
+        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
+    def expect(self, tokens: int) -> None:
+        """Lets the stage before send. Over gloo it sends nothing to who isn't ready, and may be slow to notice that he
+        is, since it computes; over nccl a receive would hold a part of the GPU."""
+        if self._room.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # the other has died; `receive` says so
+                self._post(torch.empty_like(self._room[:tokens]))
+
+    def _post(self, room: Tensor) -> None:
+        self._coming.append((self._group.recv([room], self._rank - 1, 0), room))
+
     def receive(self, tokens: int) -> Tensor:
-        """[tokens, hidden], in a buffer that the next call fills again."""
-        hidden = self._room[:tokens]
-        self._wait(self._group.recv([hidden], self._rank - 1, 0), f"hidden states of stage {self._rank - 1}")
+        """[tokens, hidden], the next in order; on a GPU in a buffer that the next call fills again."""
+        if not self._coming:
+            self._post(self._room[:tokens])
+        work, hidden = self._coming.popleft()
+        self._wait(work, f"hidden states of stage {self._rank - 1}")
         return hidden
 
     def send(self, hidden: Tensor) -> None:

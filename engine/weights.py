@@ -130,12 +130,13 @@ class WeightLoader:
                 if self.device.type == "cuda" and before.shape == after.shape:
                     before.copy_(after)  # CUDA graphs know the address
                     continue
-                if before.shape == after.shape:
-                    self.spare.setdefault(name, old)  # of tied tensors, the first: the others are new already
+                if before.shape == after.shape and before.data_ptr() != after.data_ptr():  # else a twin brought it
+                    self.spare[name] = old
                 if isinstance(new, ops.PackedWeight):
                     module.packed = new
                 else:
                     getattr(module, leaf).data = new
+        update.staged, update.given = {}, set()  # a second commit would bring memory that was taken since
 
     def drop(self) -> None:
         """Frees all weights; only an update brings any back."""
@@ -181,7 +182,7 @@ class WeightUpdate:
         self.stored: StoredWeights | None = None  # the checkpoint that it is, if it is one
         self._reading = threading.Lock()
         self.staged: dict[str, Tensor | ops.PackedWeight] = {}
-        self.given: dict[str, Tensor | None] = {}  # the tensor where it is needed for comparison with its tied twin
+        self.given: set[str] = set()
 
     @property
     def missing(self) -> list[str]:
@@ -245,18 +246,19 @@ class WeightUpdate:
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
         tensor = tensor.detach().to(loader.device, loader.dtype)
-        ties = loader.table.tied
-        first = ties.get(name, name)
-        twin = next((t for n, t in self.given.items() if t is not None and ties.get(n, n) == first), None)
-        if twin is not None and not torch.equal(twin, tensor):
-            raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
-        self.given[name] = tensor if first in ties.values() else None
-        if twin is None:
+        first = loader.table.tied.get(name, name)
+        if (twin := self.staged.get(first)) is not None:
+            if isinstance(twin, ops.PackedWeight):
+                twin = twin.rows(torch.arange(twin.features, device=loader.device))
+            if not torch.equal(twin, tensor):
+                raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
+        else:
             spare = loader.spare.pop(first, None)
             if any(packed(*slot) for slot in loader.slots[first]):
                 self.staged[first] = ops.PackedWeight.pack(tensor, spare)
             else:
                 self.staged[first] = tensor.clone() if spare is None else spare.copy_(tensor)
+        self.given.add(name)
 
     def check_complete(self) -> None:
         self.loader.table.check_complete(set(self.given))

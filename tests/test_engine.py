@@ -1550,6 +1550,8 @@ def test_an_update_takes_the_memory_of_the_weights_before_last_and_of_no_others(
         assert llm.weight_checksums() == before
         llm.commit_weight_update(update)
         assert llm.weight_checksums() == expected[i]
+    with pytest.raises(WeightUpdateError, match="missing"):  # a handle is good for one commit
+        llm.commit_weight_update(update)
     places = []
     for i in range(4):
         llm.update_weights(models[i])
@@ -1559,3 +1561,8 @@ def test_an_update_takes_the_memory_of_the_weights_before_last_and_of_no_others(
     assert places[:2] == places[2:]
     llm.sleep(1)
     assert not llm.core.pipeline.first.loader.spare
+    llm.sleep(2)
+    llm.wake_up(["kv_cache"])
+    llm.update_weights(models[0])  # where there were none
+    llm.begin_weight_update().load(models[1])
+    assert llm.weight_checksums() == expected[0]

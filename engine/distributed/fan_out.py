@@ -159,7 +159,7 @@ class FanOutUpdate:
             self.fan_out.all("load_update", str(path), timeout=self.fan_out.load_timeout)
             self.given, self.stored = set(self.table.shapes), stored
         else:
-            for pairs in _buckets(self._checked(source)):
+            for pairs in _buckets(self._checked(source), SHARED_FILES * BUCKET_BYTES):
                 self._send([TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs], pairs)
 
     def _checked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +173,7 @@ class FanOutUpdate:
 
     def _send(self, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
         largest = max(BUCKET_BYTES, *(s.nbytes for s in specs))
-        if self.fan_out.host == "127.0.0.1" and _free_shared_memory() > SHARED_FILES * largest:
+        if self.fan_out.host == "127.0.0.1" and _free_shared_memory() > SHARED_FILES * (largest + BUCKET_BYTES):
             self._share(tensors)
         else:
             self._broadcast(specs, tensors)
@@ -187,7 +187,7 @@ class FanOutUpdate:
                 stack.enter_context(tempfile.NamedTemporaryFile("w+b", 0, dir=SHARED_MEMORY, prefix="samebits-"))
                 for _ in range(SHARED_FILES)
             ]
-            for pairs, file in zip(_buckets(tensors), itertools.cycle(files), strict=False):
+            for pairs, file in zip(_buckets(tensors, BUCKET_BYTES), itertools.cycle(files), strict=False):
                 if len(flights) == SHARED_FILES:
                     results(flights.popleft(), self.fan_out.load_timeout)
                 specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in pairs]
@@ -243,11 +243,11 @@ def _free_shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(pairs: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
     for name, tensor in pairs:
         bucket.append((name, tensor))
-        if sum(t.nbytes for _, t in bucket) >= BUCKET_BYTES:
+        if sum(t.nbytes for _, t in bucket) >= size:
             yield bucket
             bucket = []
     if bucket:

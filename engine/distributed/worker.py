@@ -297,7 +297,8 @@ def work(host: str, port: int, key: str, index: int, silence: float) -> None:
     """Serves calls to one object, made by the first of them: ("make", class, *arguments).
 
     Its methods run in this thread, those in its BACKGROUND in a thread each. An object with a `tick` method gets the
-    time between calls: tick(report) works on for a little and returns whether there is more to do.
+    time between calls: tick(report) works on for a little and returns whether there is more to do. One with `announce`
+    is told of a call, method and arguments, when it arrives, by the thread that reads.
     """
     connection = mpc.Client((host, port), authkey=key.encode())
     with socket.socket(fileno=os.dup(connection.fileno())) as s:
@@ -327,6 +328,8 @@ def work(host: str, port: int, key: str, index: int, silence: float) -> None:
                 except Exception as error:  # a class that isn't known here, say
                     send(pickle.dumps((number, False, _portable(error))))
                     continue
+                if hasattr(target, "announce"):
+                    target.announce(method, args)
                 if target is not None and method in target.BACKGROUND:
                     run = (number, getattr(target, method), args)
                     threading.Thread(target=answer, args=run, daemon=True).start()

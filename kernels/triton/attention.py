@@ -102,7 +102,7 @@ def _attention(
     token, h, here = first + r // group, head * group + r % group, position + r // group
     address = q + token.to(tl.int64)[:, None] * stride_t + h[:, None] * stride_h + d[None, :]
     queries = tl.load(address, mask=row_mask[:, None] & (d < DIM)[None, :], other=0.0)
-    begin, end = 0, last // BLOCK + 1
+    begin, end = 0, tl.where(count > 0, last // BLOCK + 1, 0)  # nothing for padding
     if window > 0:
         begin = tl.maximum(position - window + 1, 0) // BLOCK
     if SPLIT:
@@ -141,7 +141,7 @@ def _merge_segments(
     first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
     group = heads // kv_heads
     position = tl.load(positions + first)
-    begin, end = 0, (position + count - 1) // BLOCK + 1
+    begin, end = 0, tl.where(count > 0, (position + count - 1) // BLOCK + 1, 0)
     if window > 0:
         begin = tl.maximum(position - window + 1, 0) // BLOCK
     r, d = row + tl.arange(0, 1), tl.arange(0, BLOCK_D)
