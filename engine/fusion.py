@@ -48,12 +48,9 @@ class FusedNorm(ExactRMSNorm):
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
         """x + update; its norm, which comes next, is then there."""
-        width = x.shape[-1]
-        add_rms_norm = ops.backend(x.device).add_rms_norm
-        total, self._normed = (
-            t.view(x.shape)
-            for t in add_rms_norm(x.view(-1, width), update.view(-1, width), self.weight, self.variance_epsilon)
-        )
+        rows = x.view(-1, x.shape[-1]), update.view(-1, x.shape[-1])
+        both = ops.backend(x.device).add_rms_norm(*rows, self.weight, self.variance_epsilon)
+        total, self._normed = (t.view(x.shape) for t in both)
         self._sum = total
         return total
 

@@ -153,8 +153,7 @@ class Drawn:
         for i, (rank, *alternatives) in self._best.items():
             tokens[i].rank = int(rank)
             if alternatives:
-                ids, logprobs = alternatives
-                tokens[i].top_logprobs = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+                tokens[i].top_logprobs = dict(zip(*(t.tolist() for t in alternatives), strict=True))
         return tokens
 
 
