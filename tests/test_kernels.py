@@ -1,6 +1,7 @@
 """Each op: row-stable as bits under every schedule, and close to fp64 within a stated budget."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from samebits.kernels import contract, cpu, ops
+from samebits.kernels.cpu import simd
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 
 SHAPES = [(576, 576), (172, 100), (100, 172), (49, 20), (1001, 100), (20, 100)]
@@ -33,6 +35,12 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def test_machine_code_of_different_tiles_has_different_names():
+    """numba tells cached functions of one name and signature, compiled in different processes, apart by chance only."""
+    kinds = list(itertools.product((1, 2, 3), ("float32", "bfloat16", "float16")))
+    assert len({simd._row_tiles(*kind).__qualname__ for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])

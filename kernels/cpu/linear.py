@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numba import float32, prange
 
 from .jit import inline, parallel, storage
-from .simd import PANEL, TILE_ROWS, matmul_panel
+from .simd import PANEL, matmul_panel
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
@@ -22,7 +22,7 @@ def _panel_product(x, panel, panel_index, out, following):
     features = out.shape[1]
     first = panel_index * PANEL
     last = min(first + PANEL, features)
-    ahead = following.ctypes.data if rows >= TILE_ROWS else panel.ctypes.data  # fewer rows only wait for this panel
+    ahead = following.ctypes.data
     if last - first == PANEL:
         matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
     else:  # the ragged last panel goes through a scratch of full width

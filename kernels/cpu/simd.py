@@ -1,6 +1,6 @@
 """The few machine operations that numba has no word for: fused multiply-add, bit casts, and the matrix tile.
 
-`tile(rows, vectors)` is the heart of every matrix product here. It computes, for a tile of `rows` x `vectors * LANES`,
+The tile is the heart of every matrix product here. It computes, for `rows` rows and `vectors * LANES` columns,
 
     for k ascending:  c[r, j] = fma(a[r, k], b[k, j], c[r, j])
 
@@ -65,132 +65,136 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
-def _make_tile(rows: int, vectors: int, stored: str, lines: int = 1):
-    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]`; addresses, and strides in elements.
+def _make_tile(vectors: int, stored: str, lines: int):
+    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for 1 to TILE_ROWS rows; addresses, and
+    strides in elements.
 
-    stored: b's dtype.
-
-    `ahead`: memory to fetch meanwhile, `lines` cache lines for each k: few rows wait for memory otherwise.
+    stored: b's dtype. `ahead`: memory to fetch meanwhile, `lines` cache lines for each k: few rows wait for memory
+    otherwise.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
 
+    def emit(builder, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
+        def address(base, *terms):
+            for index, scale in terms:
+                base = builder.add(base, builder.mul(index, _I64(scale)))
+            return base
+
+        def load(pointer, type_, align):
+            value = builder.load(builder.inttoptr(pointer, type_.as_pointer()))
+            value.align = align
+            return value
+
+        def load_b(pointer):
+            if stored == "float32":
+                return load(pointer, vector, 4)
+            if stored == "float16":
+                return builder.fpext(load(pointer, ir.VectorType(_F16, LANES), 2), vector)
+            half = load(pointer, ir.VectorType(_I16, LANES), 2)
+            wide = builder.zext(half, ir.VectorType(_I32, LANES))
+            return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
+
+        multiply_add = builder.module.declare_intrinsic(
+            f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
+        )
+        pointer = ir.IntType(8).as_pointer()
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        )
+        row_a = [address(a, (stride_a, 4 * r)) for r in range(rows)]
+        cells = [[address(c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)]
+        start = [[load(cells[r][j], vector, 4) for j in range(vectors)] for r in range(rows)]
+
+        entry = builder.block
+        loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
+        builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
+
+        builder.position_at_end(loop)
+        k = builder.phi(_I64)
+        k.add_incoming(_I64(0), entry)
+        acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
+        row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
+        columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
+        for number in range(lines):
+            line = builder.add(ahead, builder.mul(k, _I64(lines * CACHE_LINE)))
+            line = builder.inttoptr(builder.add(line, _I64(number * CACHE_LINE)), pointer)
+            builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into L2
+        offset = builder.mul(k, _I64(4))
+        after = []
+        for r in range(rows):
+            scalar = load(builder.add(row_a[r], offset), _F32, 4)
+            single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
+            broadcast = builder.shuffle_vector(
+                single, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+            )
+            after.append([builder.call(multiply_add, [broadcast, columns[j], acc[r][j]]) for j in range(vectors)])
+        following = builder.add(k, _I64(1))
+        k.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+
+        builder.position_at_end(done)
+        for r in range(rows):
+            for j in range(vectors):
+                acc[r][j].add_incoming(start[r][j], entry)
+                acc[r][j].add_incoming(after[r][j], loop)
+                result = builder.phi(vector)
+                result.add_incoming(start[r][j], entry)
+                result.add_incoming(after[r][j], loop)
+                after[r][j] = result
+        for r in range(rows):
+            for j in range(vectors):
+                store = builder.store(after[r][j], builder.inttoptr(cells[r][j], vector.as_pointer()))
+                store.align = 4
+
     @intrinsic
-    def tile_op(typingctx, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
+    def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
         def codegen(context, builder, signature, args):
-            a, stride_a, b, stride_b, depth, c, stride_c, ahead = args
-
-            def address(base, *terms):
-                for index, scale in terms:
-                    base = builder.add(base, builder.mul(index, _I64(scale)))
-                return base
-
-            def load(pointer, type_, align):
-                value = builder.load(builder.inttoptr(pointer, type_.as_pointer()))
-                value.align = align
-                return value
-
-            def load_b(pointer):
-                if stored == "float32":
-                    return load(pointer, vector, 4)
-                if stored == "float16":
-                    return builder.fpext(load(pointer, ir.VectorType(_F16, LANES), 2), vector)
-                half = load(pointer, ir.VectorType(_I16, LANES), 2)
-                wide = builder.zext(half, ir.VectorType(_I32, LANES))
-                return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
-
-            multiply_add = builder.module.declare_intrinsic(
-                f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
-            )
-            pointer = ir.IntType(8).as_pointer()
-            prefetch = builder.module.declare_intrinsic(
-                "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-            )
-            row_a = [address(a, (stride_a, 4 * r)) for r in range(rows)]
-            cells = [[address(c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)]
-            start = [[load(cells[r][j], vector, 4) for j in range(vectors)] for r in range(rows)]
-
-            entry = builder.block
-            loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
-            builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
-
-            builder.position_at_end(loop)
-            k = builder.phi(_I64)
-            k.add_incoming(_I64(0), entry)
-            acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
-            row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
-            columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
-            for number in range(lines):
-                line = builder.add(ahead, builder.mul(k, _I64(lines * CACHE_LINE)))
-                line = builder.inttoptr(builder.add(line, _I64(number * CACHE_LINE)), pointer)
-                builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into L2
-            offset = builder.mul(k, _I64(4))
-            after = []
-            for r in range(rows):
-                scalar = load(builder.add(row_a[r], offset), _F32, 4)
-                single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-                broadcast = builder.shuffle_vector(
-                    single, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-                )
-                after.append([builder.call(multiply_add, [broadcast, columns[j], acc[r][j]]) for j in range(vectors)])
-            following = builder.add(k, _I64(1))
-            k.add_incoming(following, loop)
-            builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-
-            builder.position_at_end(done)
-            for r in range(rows):
-                for j in range(vectors):
-                    acc[r][j].add_incoming(start[r][j], entry)
-                    acc[r][j].add_incoming(after[r][j], loop)
-                    result = builder.phi(vector)
-                    result.add_incoming(start[r][j], entry)
-                    result.add_incoming(after[r][j], loop)
-                    after[r][j] = result
-            for r in range(rows):
-                for j in range(vectors):
-                    store = builder.store(after[r][j], builder.inttoptr(cells[r][j], vector.as_pointer()))
-                    store.align = 4
+            end = builder.append_basic_block("tile_end")
+            choice = builder.switch(args[0], end)
+            for rows in range(1, TILE_ROWS + 1):
+                block = builder.append_basic_block(f"rows_{rows}")
+                choice.add_case(_I64(rows), block)
+                builder.position_at_end(block)
+                emit(builder, rows, *args[1:])
+                builder.branch(end)
+            builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(*[types.int64] * 9), codegen
 
     return tile_op
 
 
 def _row_tiles(vectors: int, stored: str):
-    """Any number of rows by `vectors * LANES` columns: tiles of TILE_ROWS, 4, 2 and 1 rows, in this order."""
-    most, four, two, one = (_make_tile(rows, vectors, stored) for rows in (TILE_ROWS, 4, 2, 1))
+    """Any number of rows by `vectors * LANES` columns, in as few passes as TILE_ROWS allow, of about equal heights.
+
+    Passes fetch what is read after b: the first all that the others, with a line for each k, leave to do.
+    """
     size = 4 if stored == "float32" else 2
-    eager_lines = size * vectors * LANES // CACHE_LINE
-    eager = _make_tile(TILE_ROWS, vectors, stored, eager_lines)  # fetches all of the next panel in one pass
+    lines = -(-size * vectors * LANES // CACHE_LINE)
+    one_line, two_lines, all_lines = (_make_tile(vectors, stored, n) for n in (1, min(2, lines), lines))
 
     def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
-        end = ahead + size * depth * vectors * LANES
-        r = 0
-        if TILE_ROWS <= rows < 2 * TILE_ROWS:  # there will be no other pass of the kind
-            eager(a, stride_a, address, stride_b, depth, c, stride_c, ahead)
-            ahead = end
-            r = TILE_ROWS
-        while rows - r >= TILE_ROWS:
-            line = ahead if ahead < end else address
-            most(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
-            ahead += CACHE_LINE * depth
-            r += TILE_ROWS
-        if rows - r >= 4:
-            line = ahead if ahead < end else address
-            four(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
-            ahead += CACHE_LINE * depth
-            r += 4
-        if rows - r >= 2:
-            line = ahead if ahead < end else address
-            two(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
-            ahead += CACHE_LINE * depth
-            r += 2
-        if rows - r >= 1:
-            line = ahead if ahead < end else address
-            one(a + 4 * r * stride_a, stride_a, address, stride_b, depth, c + 4 * r * stride_c, stride_c, line)
+        end = ahead + CACHE_LINE * lines * depth
+        passes = -(-rows // TILE_ROWS)
+        todo = lines - passes + 1
+        for i in range(passes):
+            height = rows // passes + (1 if i < rows % passes else 0)
+            where = ahead if ahead < end else address
+            if todo > 2:
+                all_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
+            elif todo == 2:
+                two_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
+            else:
+                one_line(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
+            ahead += CACHE_LINE * max(todo, 1) * depth
+            a += 4 * height * stride_a
+            c += 4 * height * stride_c
+            todo = 1
 
+    product.__qualname__ = f"product_{vectors}_{stored}"  # numba names the machine code after it, cached code, too
     return product
 
 
