@@ -1,8 +1,9 @@
-"""From a row of logits to the distribution sampled from, a draw, and its log-probability: one program a row.
+"""From a row of logits to the distribution sampled from, a draw, and its log-probability.
 
-Rollout and trainer call the same kernel on the same logits. Each filter keeps the tokens whose tempered logit reaches
-a threshold; ties at the edge stay in. Thresholds are found by bisection over the bits of an fp32 number, for the rows
-that need one. Sums over the vocabulary have _TILE interleaved chains in fp64, joined by one fixed tree.
+Rollout and trainer call the same kernels on the same logits. Each filter keeps the tokens whose tempered logit reaches
+a threshold; ties at the edge stay in. A row's vocabulary is cut into parts of _PART tokens, a program each; sums are
+fp64, of a part by one fixed tree, of a row over the parts ascending. Thresholds are sought only for the rows that want
+one, by sums of integers, which have no order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,25 @@ import triton.language as tl
 from ..ops import to_device
 from .launch import aligned, launch
 
-_TILE = 2048
+_PART = 4096
 _INFINITY = tl.constexpr(float("inf"))
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _tempered(logits, j, vocab, divisor, banned, ban_first, ban_last):
+def _row(logits, settings, counters, banned, vocab):
+    """Temperature of this program's row, and what `_tempered` wants to know of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(settings + 3 * row)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature).to(tl.float32)
+    ban_first, ban_last = tl.load(counters + 6 * row + 4), tl.load(counters + 6 * row + 5)
+    return temperature, (logits + row * vocab, vocab, divisor, banned, ban_first, ban_last)
+
+
+@triton.jit
+def _tempered(source, j):
     """fp32 logits / T of tokens j; -inf for banned ones and beyond the vocabulary."""
+    logits, vocab, divisor, banned, ban_first, ban_last = source
     z = tl.div_rn(tl.load(logits + j, mask=j < vocab, other=-_INFINITY), divisor)
     for b in range(ban_first, ban_last):
         z = tl.where(j == tl.load(banned + b), -_INFINITY, z)
@@ -42,49 +55,135 @@ def _key(x):
 
 
 @triton.jit
-def _mass(z, most, threshold):
+def _largest(peaks, parts, PARTS: tl.constexpr):
+    """The row's largest tempered logit, and whether the row has a distribution."""
+    p = tl.arange(0, PARTS)
+    most = tl.max(tl.load(peaks + tl.program_id(0).to(tl.int64) * parts + p, mask=p < parts, other=-_INFINITY), 0)
+    return most, tl.abs(most) < _INFINITY
+
+
+@triton.jit
+def _peaks(logits, settings, counters, banned, peaks, vocab, parts, PART: tl.constexpr):
+    """Each part's largest tempered logit; infinite if a logit is not finite."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, source = _row(logits, settings, counters, banned, vocab)
+    j = part * PART + tl.arange(0, PART)
+    raw = tl.load(logits + row * vocab + j, mask=j < vocab, other=0.0)
+    bad = (~(tl.abs(raw) <= 3.4028235e38)).to(tl.int32)  # also a NaN
+    most = tl.max(_tempered(source, j), 0)
+    tl.store(peaks + row * parts + part, tl.where(tl.sum(bad, 0) > 0, _INFINITY, most))
+
+
+@triton.jit
+def _units(z, most, BY_MASS: tl.constexpr):
+    """What a token adds to a share, int64: 1, or its weight in units of 2^-40 of the most likely token's."""
+    if BY_MASS:
+        return (tl.exp(z - most) * 1099511627776.0).to(tl.int64)
+    return tl.full(z.shape, 1, tl.int64)
+
+
+@triton.jit
+def _share(source, vocab, most, edge, BY_MASS: tl.constexpr, PART: tl.constexpr):
+    """Units and number of the tokens that reach the edge."""
+    units, count = tl.zeros((PART,), tl.int64), tl.zeros((PART,), tl.int32)
+    for start in range(0, vocab, PART):
+        j = start + tl.arange(0, PART)
+        z = _tempered(source, j)
+        reached = (z >= edge) & (j < vocab)
+        units += tl.where(reached, _units(z, most, BY_MASS), 0)
+        count += reached.to(tl.int32)
+    return tl.sum(units, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def _threshold(
+    source, vocab, most, floor, goal, candidates, BY_MASS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """The largest number that tokens of `goal` units reach; those that reach `floor` have as many.
+
+    Passes over the row halve the range of values and that of their bits in turn, until the tokens between its ends fit
+    `candidates` [ROOM]; the search ends among these.
+    """
+    low, high, above = _key(floor), _key(most), tl.full((), _INFINITY, tl.float32)
+    units_above, between, count_above = tl.full((), 0, tl.int64), vocab, 0
+    by_value = True
+    while (low < high) & (between > ROOM):
+        centre = _key(0.5 * tl.maximum(_unkey(low), most - 64.0) + 0.5 * _unkey(high))
+        halfway = (low + high + 1) >> 1
+        middle = tl.where(by_value & (centre > low) & (centre <= high), centre, halfway)
+        edge = _unkey(middle)
+        units, count = _share(source, vocab, most, edge, BY_MASS, PART)
+        enough = units >= goal
+        between = tl.where(enough, count - count_above, between + count_above - count)
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        above, units_above = tl.where(enough, above, edge), tl.where(enough, units_above, units)
+        count_above = tl.where(enough, count_above, count)
+        by_value = not by_value
+    if low < high:
+        found = 0
+        for start in range(0, vocab, PART):
+            j = start + tl.arange(0, PART)
+            z = _tempered(source, j)
+            inside = (z >= _unkey(low)) & (z < above) & (j < vocab)
+            tl.store(candidates + found + tl.cumsum(inside.to(tl.int32), 0) - 1, z, mask=inside)
+            found += tl.sum(inside.to(tl.int32), 0)
+        tl.debug_barrier()  # what other threads stored is there
+        c = tl.arange(0, ROOM)
+        z = tl.load(candidates + c, mask=c < found, other=-_INFINITY)
+        units = _units(z, most, BY_MASS)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            enough = units_above + tl.sum(tl.where(z >= _unkey(middle), units, 0), 0) >= goal
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return _unkey(low)
+
+
+@triton.jit
+def _thresholds(
+    logits, settings, counters, banned, peaks, thresholds, candidates, vocab, parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature, source = _row(logits, settings, counters, banned, vocab)
+    top_p, min_p, top_k = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2), tl.load(counters + 6 * row)
+    most, finite = _largest(peaks, parts, PARTS)
+    candidates = candidates + row * ROOM
+    threshold = tl.full((), -_INFINITY, tl.float32)
+    if finite & (temperature != 0.0):
+        if (top_k > 0) & (top_k < vocab):
+            threshold = _threshold(source, vocab, most, threshold, top_k, candidates, False, PART, ROOM)
+        if top_p < 1.0:
+            total, _ = _share(source, vocab, most, threshold, True, PART)
+            goal = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
+            tl.debug_barrier()  # every thread is done with the other filter's candidates
+            threshold = _threshold(source, vocab, most, threshold, goal, candidates, True, PART, ROOM)
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, most + tl.log(min_p).to(tl.float32))
+    tl.store(thresholds + row, threshold)
+
+
+@triton.jit
+def _weights(z, most, threshold):
     """fp64 weights of the tokens that reach the threshold, 0 for others."""
     return tl.where(z >= threshold, tl.exp(z - most), 0.0).to(tl.float64)
 
 
 @triton.jit
-def _total(logits, vocab, divisor, banned, ban_first, ban_last, most, threshold, TILE: tl.constexpr):
-    lanes = tl.zeros((TILE,), tl.float64)
-    for start in range(0, vocab, TILE):
-        z = _tempered(logits, start + tl.arange(0, TILE), vocab, divisor, banned, ban_first, ban_last)
-        lanes += _mass(z, most, threshold)
-    return tl.sum(lanes, 0)
-
-
-@triton.jit
-def _top_k_threshold(logits, vocab, divisor, banned, ban_first, ban_last, k, TILE: tl.constexpr):
-    """The largest number that at least k tokens reach."""
-    low, high = _key(tl.full((), -_INFINITY, tl.float32)), tl.full((), 0x7FFFFFFF, tl.int64)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        edge = _unkey(middle)
-        lanes = tl.zeros((TILE,), tl.int32)
-        for start in range(0, vocab, TILE):
-            j = start + tl.arange(0, TILE)
-            z = _tempered(logits, j, vocab, divisor, banned, ban_first, ban_last)
-            lanes += ((z >= edge) & (j < vocab)).to(tl.int32)
-        enough = tl.sum(lanes, 0) >= k
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-    return _unkey(low)
-
-
-@triton.jit
-def _top_p_threshold(
-    logits, vocab, divisor, banned, ban_first, ban_last, most, p, threshold, TILE: tl.constexpr
+def _sums(
+    logits, settings, counters, banned, peaks, thresholds, sums, vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """The largest number such that the tokens that reach it hold the share p of those above the threshold."""
-    goal = p * _total(logits, vocab, divisor, banned, ban_first, ban_last, most, threshold, TILE)
-    low, high = _key(threshold), tl.full((), 0x7FFFFFFF, tl.int64)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        total = _total(logits, vocab, divisor, banned, ban_first, ban_last, most, _unkey(middle), TILE)
-        low, high = tl.where(total >= goal, middle, low), tl.where(total >= goal, high, middle - 1)
-    return _unkey(low)
+    """sums f64 [R, 3, parts]: of weights, of weights times tempered logits less the largest, the first largest."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, source = _row(logits, settings, counters, banned, vocab)
+    most, _ = _largest(peaks, parts, PARTS)
+    j = part * PART + tl.arange(0, PART)
+    z = _tempered(source, j)
+    weights = _weights(z, most, tl.load(thresholds + row))
+    place = sums + 3 * row * parts + part
+    tl.store(place, tl.sum(weights, 0))
+    tl.store(place + parts, tl.sum(tl.where(weights > 0.0, weights * (z - most).to(tl.float64), 0.0), 0))
+    best = tl.min(tl.where((z == most) & (j < vocab), j, _NO_TOKEN), 0)
+    tl.store(place + 2 * parts, best.to(tl.float64))
 
 
 @triton.jit
@@ -106,83 +205,50 @@ def _uniform(seed, sample, position):
 
 
 @triton.jit
-def _draw(logits, vocab, divisor, banned, ban_first, ban_last, most, threshold, goal, TILE: tl.constexpr):
+def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
     """The first token at which the cumulative weight exceeds `goal`; the last of the distribution where none does."""
-    mass = tl.zeros((), tl.float64)
-    chosen = tl.full((), -1, tl.int64)
-    last = tl.full((), 0, tl.int64)
-    start = 0
-    while (start < vocab) & (chosen < 0):
-        j = start + tl.arange(0, TILE)
-        z = _tempered(logits, j, vocab, divisor, banned, ban_first, ban_last)
-        weights = _mass(z, most, threshold)
-        reached = mass + tl.cumsum(weights, 0)
-        first = tl.min(tl.where((reached > goal) & (weights > 0.0), j, 0x7FFFFFFF), 0).to(tl.int64)
-        chosen = tl.where(first < 0x7FFFFFFF, first, chosen)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, j, 0), 0).to(tl.int64))
-        mass += tl.sum(weights, 0)
-        start += TILE
-    return tl.where(chosen >= 0, chosen, last)
+    before = tl.zeros((), tl.float64)
+    start = tl.full((), -_INFINITY, tl.float64)
+    chosen, last = -1, 0
+    for part in range(parts):
+        mass = tl.load(sums + part)
+        here = (chosen < 0) & (mass > 0.0) & (before + mass > goal)
+        chosen, start = tl.where(here, part, chosen), tl.where(here, before, start)
+        last = tl.where(mass > 0.0, part, last)
+        before += mass
+    j = tl.where(chosen >= 0, chosen, last) * PART + tl.arange(0, PART)
+    weights = _weights(_tempered(source, j), most, threshold)
+    first = tl.min(tl.where((start + tl.cumsum(weights, 0) > goal) & (weights > 0.0), j, _NO_TOKEN), 0)
+    return tl.where(first < _NO_TOKEN, first, tl.max(tl.where(weights > 0.0, j, 0), 0)).to(tl.int64)
 
 
 @triton.jit
-def _distribution(
-    logits, settings, counters, banned, tokens, fields, thresholds, vocab, stride, TILE: tl.constexpr
+def _finish(
+    logits, settings, counters, banned, peaks, thresholds, sums, tokens, fields, vocab, parts,
+    PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """settings f64 [R, 3]: temperature, top_p, min_p; counters i64 [R, 6]: top_k, seed, sample, position, banned
-    from, up to."""
     row = tl.program_id(0).to(tl.int64)
-    logits = logits + row * stride
-    temperature, top_p = tl.load(settings + 3 * row), tl.load(settings + 3 * row + 1)
-    min_p, top_k = tl.load(settings + 3 * row + 2), tl.load(counters + 6 * row)
-    ban_first, ban_last = tl.load(counters + 6 * row + 4), tl.load(counters + 6 * row + 5)
-    token = tl.load(tokens + row)
-    greedy = temperature == 0.0
-    divisor = tl.where(greedy, 1.0, temperature).to(tl.float32)
-
-    lanes = tl.full((TILE,), -_INFINITY, tl.float32)
-    bad = tl.zeros((TILE,), tl.int32)
-    for start in range(0, vocab, TILE):
-        j = start + tl.arange(0, TILE)
-        raw = tl.load(logits + j, mask=j < vocab, other=0.0)
-        bad += (~(tl.abs(raw) <= 3.4028235e38)).to(tl.int32)  # also a NaN
-        lanes = tl.maximum(lanes, _tempered(logits, j, vocab, divisor, banned, ban_first, ban_last))
-    most = tl.max(lanes, 0)
-    finite = (tl.sum(bad, 0) == 0) & (tl.abs(most) < _INFINITY)
-
-    threshold = tl.full((), -_INFINITY, tl.float32)
-    if finite & (temperature != 0.0):
-        if (top_k > 0) & (top_k < vocab):
-            threshold = _top_k_threshold(logits, vocab, divisor, banned, ban_first, ban_last, top_k, TILE)
-        if top_p < 1.0:
-            threshold = _top_p_threshold(
-                logits, vocab, divisor, banned, ban_first, ban_last, most, top_p, threshold, TILE
-            )  # fmt: skip
-        if min_p > 0.0:
-            threshold = tl.maximum(threshold, most + tl.log(min_p).to(tl.float32))
-
-    sums = tl.zeros((TILE,), tl.float64)
-    means = tl.zeros((TILE,), tl.float64)
-    best = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
-    for start in range(0, vocab, TILE):
-        j = start + tl.arange(0, TILE)
-        z = _tempered(logits, j, vocab, divisor, banned, ban_first, ban_last)
-        weights = _mass(z, most, threshold)
-        sums += weights
-        means += tl.where(weights > 0.0, weights * (z - most).to(tl.float64), 0.0)
-        best = tl.minimum(best, tl.where((z == most) & (j < vocab), j, 0x7FFFFFFF))
-    total, mean, argmax = tl.sum(sums, 0), tl.sum(means, 0), tl.min(best, 0).to(tl.int64)
+    sums = sums + 3 * row * parts
+    temperature, source = _row(logits, settings, counters, banned, vocab)
+    most, finite = _largest(peaks, parts, PARTS)
+    threshold, token = tl.load(thresholds + row), tl.load(tokens + row)
+    total, mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    best = tl.full((), _NO_TOKEN, tl.float64)
+    for part in range(parts):
+        total += tl.load(sums + part)
+        mean += tl.load(sums + parts + part)
+        best = tl.minimum(best, tl.load(sums + 2 * parts + part))
     if token < 0:
-        token = argmax
+        token = best.to(tl.int64)
         if finite & (temperature != 0.0):
             u = _uniform(
                 tl.load(counters + 6 * row + 1), tl.load(counters + 6 * row + 2), tl.load(counters + 6 * row + 3)
             )
-            token = _draw(logits, vocab, divisor, banned, ban_first, ban_last, most, threshold, u * total, TILE)
+            token = _draw(source, most, threshold, sums, parts, u * total, PART)
         token = tl.minimum(token, vocab - 1)
         tl.store(tokens + row, token)
 
-    here = tl.max(_tempered(logits, token + tl.arange(0, 1), vocab, divisor, banned, ban_first, ban_last), 0)
+    here = tl.max(_tempered(source, token + tl.arange(0, 1)), 0)
     log_total = tl.log(total)
     log_sum_exp = most.to(tl.float64) + log_total
     wrong = tl.where(finite, 0.0, float("nan")).to(tl.float64)
@@ -190,8 +256,7 @@ def _distribution(
     tl.store(fields + 4 * row, kept + wrong)
     tl.store(fields + 4 * row + 1, log_total - mean / total + wrong)
     tl.store(fields + 4 * row + 2, log_sum_exp + wrong)
-    tl.store(fields + 4 * row + 3, argmax.to(tl.float64) + wrong)
-    tl.store(thresholds + row, threshold)
+    tl.store(fields + 4 * row + 3, best + wrong)
 
 
 def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
@@ -207,13 +272,22 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
     rows, vocab = logits.shape
     starts = np.zeros(rows + 1, np.int64)
     np.cumsum([len(b) for b in banned], out=starts[1:])
-    settings = np.stack((temperature, top_p, min_p), 1).astype(np.float64)
+    device, parts = logits.device, -(-vocab // _PART)
+    settings = to_device(np.stack((temperature, top_p, min_p), 1).astype(np.float64), device)
     columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, starts[:-1], starts[1:]
     flat = np.array([t for b in banned for t in b] or [-1], np.int64)
-    device = logits.device
-    fields, thresholds = logits.new_empty((rows, 4), dtype=torch.float64), logits.new_empty(rows)
+    shared = logits, settings, to_device(np.stack(columns, 1), device), to_device(flat, device)
+    peaks, thresholds = logits.new_empty(rows, parts), logits.new_full((rows,), -torch.inf)
+    shape = {"PARTS": triton.next_power_of_2(parts), "PART": _PART}
+    launch(_peaks, (rows, parts), *shared, peaks, vocab, parts, PART=_PART, num_warps=8)
+    if ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
+        candidates = logits.new_empty(rows, _PART)
+        now = *shared, peaks, thresholds, candidates
+        launch(_thresholds, (rows,), *now, vocab, parts, ROOM=_PART, **shape, num_warps=16)
+    sums = logits.new_empty((rows, 3, parts), dtype=torch.float64)
+    launch(_sums, (rows, parts), *shared, peaks, thresholds, sums, vocab, parts, **shape, num_warps=8)
+    fields = logits.new_empty((rows, 4), dtype=torch.float64)
     launch(
-        _distribution, (rows,), logits, to_device(settings, device), to_device(np.stack(columns, 1), device),
-        to_device(flat, device), tokens, fields, thresholds, vocab, logits.stride(0), TILE=_TILE, num_warps=8,
+        _finish, (rows,), *shared, peaks, thresholds, sums, tokens, fields, vocab, parts, **shape, num_warps=8,
     )  # fmt: skip
     return fields, thresholds
