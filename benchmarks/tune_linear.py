@@ -30,7 +30,7 @@ WIDTHS = 2048, 4096, 8192, 1 << 40  # bounds of the output features
 
 
 def candidates(dtype: torch.dtype, rows: int):
-    """Tiles worth a trial: no much taller than the rows, and split only where that could help."""
+    """Tiles worth a trial: not much taller than the rows, split only where that could help, large ones persistent."""
     half = dtype != torch.float32
     heights = [m for m in ((16, 32, 64, 128) if half else (16, 32, 64)) if m < 2 * rows or m == 16]
     widths = (16, 32, 64, 128) if half else (16, 32, 64)
@@ -39,6 +39,10 @@ def candidates(dtype: torch.dtype, rows: int):
         if (m + n) * block_k * dtype.itemsize * stages <= room and (warps == 4 or m * n >= 64 * 64):
             for split in (True, False) if rows <= 512 else (False,):
                 yield Tile(m, n, stages, warps, split)
+    if half and rows >= 128 and torch.cuda.get_device_capability() >= (9, 0):
+        for (m, n), stages in itertools.product(((64, 128), (64, 256), (128, 128), (128, 256)), (3, 4)):
+            for warps in (4, 8) if m * n < 128 * 256 else (8,):
+                yield Tile(m, n, stages, warps, False, tma=True)
 
 
 def microseconds(x: torch.Tensor, weights: list[torch.Tensor], tile: Tile | None) -> float | None:

@@ -83,7 +83,7 @@ def interpreted(seed: int = 0):
     rng = random.Random(seed)
 
     def any_tile(*_):
-        return Tile(rng.choice((16, 32, 64)), rng.choice((128, 256, 512)), 2, 4, rng.random() < 0.5)
+        return Tile(rng.choice((16, 32, 64)), rng.choice((128, 256, 512)), 2, 4, rng.random() < 0.5, rng.random() < 0.3)
 
     def any_splits(items, kv_heads, segments, device):
         return rng.randint(1, segments)

@@ -1,9 +1,9 @@
 """The matrix product on tensor cores: out = x @ weight.T + bias, fp32 accumulators, one rounding.
 
 The tree, for one output element: K is cut into `chunks(K, N)` chunks; in a chunk, a chain of matrix-unit steps over
-ascending K from zero; the chunks' sums are added ascending in fp32; then the bias. BLOCK_M, BLOCK_N, stages, warps and
-whether chunks are computed by one program or by several are schedules. No sum depends on who arrives first: the last
-program of a tile to finish adds all of its chunks, in their order.
+ascending K from zero; the chunks' sums are added ascending in fp32; then the bias. BLOCK_M, BLOCK_N, stages, warps,
+whether chunks are computed by one program or by several, and which unit copies the operands are schedules. No sum
+depends on who arrives first: the last program of a tile to finish adds all of its chunks, in their order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch
+from .launch import launch, multiprocessors
 from .schedules import Tile, linear_tile
 
 BLOCK_K = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
@@ -32,6 +33,15 @@ def _load_tile(pointer, rows, row_mask, stride, k, depth, EVEN_K: tl.constexpr, 
     if EVEN_K:
         return tl.load(address, mask=row_mask[:, None], other=0.0)
     return tl.load(address, mask=row_mask[:, None] & (columns < depth)[None, :], other=0.0)
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number -> its place; neighbours share rows of x and of the weight while they are in the L2 cache."""
+    span = GROUP_M * tiles_n
+    first = tile // span * GROUP_M
+    count = tl.minimum(tiles_m - first, GROUP_M)
+    return first + tile % span % count, tile % span // count
 
 
 @triton.jit(do_not_specialize=["rows", "c0", "c1", "c2"])
@@ -57,13 +67,7 @@ def _linear(
     if SPLIT:
         chunk = tile // (tiles_m * tiles_n)
         tile = tile % (tiles_m * tiles_n)
-    # Neighbouring programs share rows of x and of the weight while they are in the L2 cache.
-    span = GROUP_M * tiles_n
-    m_first = tile // span * GROUP_M
-    m_count = tl.minimum(tiles_m - m_first, GROUP_M)
-    tile_m = m_first + tile % span % m_count
-    tile_n = tile % span // m_count
-
+    tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
     r = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     f = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     r_mask, f_mask = r < rows, f < n
@@ -111,6 +115,34 @@ def _linear(
         tl.store(address, total.to(o.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def _linear_persistent(
+    x, w, bias, out, rows, depth, features, chunks, size,
+    HAS_BIAS: tl.constexpr, CHUNKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """One weight; x and w are descriptors for the copy engine (TMA), which fills up with zeros what lies outside. A
+    program computes one tile after the other and copies for the next while it writes the last."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=not CHUNKED):
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.minimum(size, depth), BLOCK_K):
+            total = tl.dot(x.load([m, k]), w.load([n, k]).T, total, input_precision="ieee")
+        if CHUNKED:
+            for part in range(1, chunks):
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in range(part * size, tl.minimum((part + 1) * size, depth), BLOCK_K):
+                    acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc, input_precision="ieee")
+                total = total + acc
+        r, f = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            total = total + tl.load(bias + f, mask=f < features, other=0.0).to(tl.float32)[None, :]
+        address = out + r.to(tl.int64)[:, None] * features + f[None, :]
+        tl.store(address, total.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (f < features)[None, :])
+
+
 _scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
 
@@ -121,6 +153,11 @@ def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor
         room = max(size, 2 * buffers[-1].numel() if buffers else 1 << 16)
         buffers.append(torch.zeros(room, dtype=dtype, device=device))
     return buffers[-1]
+
+
+def _copyable(t: torch.Tensor) -> bool:
+    """Can the copy engine read the matrix? It wants addresses of rows that are divisible by 16."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 
 def products(
@@ -145,6 +182,20 @@ def products(
     block_k = BLOCK_K[x.dtype]
     spans = [-(-depth // c // block_k) * block_k if c > 1 else depth for c in counts]
     tile = tile or linear_tile(x.device, x.dtype, rows, sum(sizes))
+    if tile.tma and all(_copyable(t) for t in (x, *weights)):
+        for w, bias, out, count, span in zip(weights, biases, outs, counts, spans, strict=True):
+            block_n = tile.block_n if count == 1 else min(tile.block_n, 128)  # a second sum takes as many registers
+            grid = min(-(-rows // tile.block_m) * -(-w.shape[0] // block_n), multiprocessors(x.device))
+            launch(
+                _linear_persistent, (grid,),
+                TensorDescriptor.from_tensor(x, [tile.block_m, block_k]),
+                TensorDescriptor.from_tensor(w, [block_n, block_k]),
+                w if bias is None else bias, out, rows, depth, w.shape[0], count, span,
+                HAS_BIAS=bias is not None, CHUNKED=count > 1,
+                BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+        return outs
     tiles = [-(-rows // tile.block_m) * -(-n // tile.block_n) for n in sizes]
     split = tile.split and max(counts) > 1
     grid = sum(t * (c if split else 1) for t, c in zip(tiles, counts, strict=True))

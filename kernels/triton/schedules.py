@@ -14,13 +14,15 @@ TABLES = pathlib.Path(__file__).with_name("schedules.json")
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m x block_n outputs a program; split: the chunks of K by programs of their own."""
+    """block_m x block_n outputs a program; split: the chunks of K by programs of their own; tma: by persistent programs
+    fed by the copy engine (compute capability 9.0 and later), which don't split."""
 
     block_m: int
     block_n: int
     stages: int
     warps: int
     split: bool
+    tma: bool = False
 
 
 @cache
