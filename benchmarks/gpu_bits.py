@@ -21,6 +21,7 @@ from samebits.trainer import exact_model, token_logprobs
 
 linear = import_module("samebits.kernels.triton.linear")
 paged = import_module("samebits.kernels.triton.attention")
+gradients = import_module("samebits.kernels.triton.attention_backward")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, head_dim, vocabulary
@@ -80,6 +81,8 @@ def all_tiles(dtype: torch.dtype) -> Iterator[Tile]:
     stages, warps = ((2, 4), (4, 8)) if many else ((3,), (4,))
     for m, n, stage, warp, split in itertools.product(heights, widths, stages, warps, (True, False)):
         yield Tile(m, n, stage, warp, split)
+    if half and torch.cuda.get_device_capability() >= (9, 0):
+        yield from (Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256)))
 
 
 def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[str, Any]:
@@ -124,8 +127,9 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
 
 
 def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) -> dict[str, Any]:
-    """Rows of a packed prefill against the same rows decoded alone, with every number of splits."""
-    report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}}
+    """Rows of a packed prefill against the same rows decoded alone, with every number of splits; gradients again and
+    again, and who computes them."""
+    report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}, "information": {}}
     total = sum(lengths)
     steps = 20 if total > 100 else 3
     for (name, dtype), window in itertools.product(DTYPES.items(), (0, 700) if total > 100 else (0,)):
@@ -147,6 +151,14 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
             report["compared"] += 1
             if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):
                 report["differ"].append(f"{name} window {window}: token {token} in {splits} splits")
+        given = q, k, v, out, lse, q.flip(0), lengths, dim**-0.5, window
+        served = gradients.library_serves(device, dtype, heads // kv_heads, dim, window > 0)
+        report["information"][f"{name} window {window}: backward by a library"] = served
+        first = gradients.attention_backward(*given)
+        for _ in range(steps):
+            report["compared"] += 1
+            if not all(map(torch.equal, gradients.attention_backward(*given), first)):
+                report["differ"].append(f"{name} window {window}: gradients of two runs")
     return report
 
 

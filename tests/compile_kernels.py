@@ -21,8 +21,9 @@ from triton.runtime.jit import mangle_type
 
 from samebits.kernels.triton.schedules import Tile, tables
 
-MODULES = [import_module(f"samebits.kernels.triton.{m}") for m in ("linear", "attention", "elementwise", "sampling")]
-linear, attention, elementwise, sampling = MODULES
+NAMES = ("linear", "attention", "attention_backward", "elementwise", "sampling")
+MODULES = [import_module(f"samebits.kernels.triton.{name}") for name in NAMES]
+linear, attention, backward, elementwise, sampling = MODULES
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 caught: dict[tuple, dict] = {}
 
@@ -80,6 +81,7 @@ def compile_one(job: dict, capability: int) -> dict:
         "constants": {k: v for k, v in names.items() if isinstance(v, bool | int)},
         "dtypes": sorted({s for s in job["signature"].values() if s.startswith("*")}),
         "wgmma": "wgmma" in ptx,
+        "tma": "cp.async.bulk.tensor" in ptx,
         "scalar_loads": "ld.global.b16" in ptx,
         "contracted": re.search(r"\bfma\S*\.f32", ptx) is not None,  # a sum of two bf16 may be one, times 1
         "sum": "; ".join(reductions(compiled.asm["ttgir"])),
@@ -93,15 +95,20 @@ def catch_all(capability: int) -> None:
     """Every kernel, dtype and schedule, as a model of Qwen3's shape would launch them."""
     for module in MODULES:
         module.launch = catch
-    attention.multiprocessors = lambda device: 132
-    attention.shared_memory = lambda device: SHARED_MEMORY[capability]
+    linear.multiprocessors = attention.multiprocessors = lambda device: 132
+    backward.shared_memory = lambda device: SHARED_MEMORY[capability]
+    backward.library_serves = lambda *_: False
     for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
+        if capability >= 90 and dtype == torch.bfloat16:
+            tiles |= {Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256))}
         for tile in tiles:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
             linear.products(x, [w], [None], torch.float32, tile)
+            if tile.tma:
+                linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], dtype, tile)  # in one chunk
         for heads, kv_heads, dim, window in ((16, 8, 128, 0), (9, 3, 64, 512)):
             q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
@@ -111,7 +118,7 @@ def catch_all(capability: int) -> None:
                 attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 1, 2000, splits)
             attention.write_kv(k, k, ints, *cache)
             lse = torch.empty(600, heads)
-            attention.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)
+            backward.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)
             elementwise.rotary(q, k, k[:, 0], k[:, 0])
         for width, rows in ((128, 1), (128, 16), (2048, 1), (2048, 7), (2048, 32)):
             x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype)

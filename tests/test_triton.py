@@ -34,7 +34,9 @@ from test_schedules import check_results, random_requests, run_schedule
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 assert INTERPRETED
-paged = sys.modules["samebits.kernels.triton.attention"]
+linear, paged, backward, sampling = (
+    sys.modules[f"samebits.kernels.triton.{name}"] for name in ("linear", "attention", "attention_backward", "sampling")
+)
 DTYPES = ops.DTYPES["cuda"]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -82,8 +84,7 @@ def test_arrival_counters_are_left_at_zero():
     x, w = torch.randn(40, 256), torch.randn(50, 256)
     before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
     assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
-    scratch = sys.modules["samebits.kernels.triton.linear"]._scratch
-    assert not any(buffer.any() for buffer in scratch[x.device, torch.int32])
+    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32])
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
@@ -139,6 +140,25 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [64, 160, 200])
+def test_persistent_programs_compute_the_same(dtype, depth, monkeypatch):
+    """More tiles than programs; whole and ragged blocks of K, in one chunk and in several; a bias."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(kernel), launch(kernel, *a, **o)))
+    x, weights = wide_exponents(70, depth).to(dtype), [wide_exponents(n, depth).to(dtype) for n in (100, 33)]
+    biases = [None, torch.randn(33).to(dtype)]
+    expected = products(x, weights, biases, torch.float32, Tile(16, 64, 2, 4, False))
+    for m, n in ((16, 32), (32, 16), (64, 64)):
+        launched.clear()
+        outs = products(x, weights, biases, torch.float32, Tile(m, n, 3, 4, False, tma=True))
+        assert all(map(torch.equal, outs, expected)), (m, n)
+        assert launched == [linear._linear_persistent] * 2
+    odd = torch.cat((x, x), 1)[:, 1 : depth + 1]  # addresses of rows that the copy engine can't take
+    products(odd, weights, biases, torch.float32, Tile(16, 32, 3, 4, False, tma=True))
+    assert launched[-1] is linear._linear
+
+
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_attention_backward(dtype, window):
@@ -151,6 +171,46 @@ def test_attention_backward(dtype, window):
     exact = torch.autograd.grad(reference_attention(*wide, lengths, scale, window), wide, upstream.double())
     for grad, reference in zip(grads, exact, strict=True):
         assert error(grad, reference, reference.abs().max()) < 2e-6 + 2 * ROUNDING[dtype]
+
+
+def dense_backward(q, k, v, out, lse, grad, lengths, scale, window):
+    """In the place of FlashAttention, from what it is given: only a right log-sum-exp makes it right."""
+    group, first, parts = q.shape[1] // k.shape[1], 0, []
+    for n in lengths:
+        a, b, c, d, o = (t[first : first + n].double().transpose(0, 1) for t in (q, k, v, grad, out))
+        b, c = b.repeat_interleave(group, 0), c.repeat_interleave(group, 0)
+        row, column = torch.arange(n)[:, None], torch.arange(n)
+        seen = (column <= row) & (column > row - (window or n))
+        p = torch.where(seen, (a @ b.mT * scale - lse[first : first + n].double().t()[..., None]).exp(), 0.0)
+        ds = p * (d @ c.mT - (d * o).sum(-1, keepdim=True)) * scale
+        shared = [t.unflatten(0, (-1, group)).sum(1) for t in (ds.mT @ a, p.mT @ d)]
+        parts.append([t.transpose(0, 1).to(q.dtype) for t in (ds @ b, *shared)])
+        first += n
+    return tuple(torch.cat(t) for t in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
+    """torch's has no kernel for a CPU: it must be refused, and so must one that is wrong or never the same."""
+    lengths, scale = [100, 1, 71], 0.3
+    q, k, v, cache, layout = packed(torch.float16, lengths, 4, 2, 16)
+    out, lse = ops.paged_attention(q, k, v, cache, layout, scale, window)
+    given = q, k, v, out, lse, torch.randn_like(q), lengths, scale, window
+    where = q.device, q.dtype, 2, 16, window > 0
+    ours = backward._triton_backward(*given)
+
+    def served(function):
+        backward.library_serves.cache_clear()
+        monkeypatch.setattr(backward, "_library_backward", function)
+        found = kernels.attention_backward(*given)
+        assert backward.library_serves(*where) != all(map(torch.equal, found, ours))
+        return backward.library_serves(*where)
+
+    assert not served(backward._library_backward)
+    assert served(dense_backward)
+    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.5, *a[5:]))
+    assert not served(lambda *a: tuple(t + torch.rand(()) / 256 for t in dense_backward(*a)))
+    backward.library_serves.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,8 +269,10 @@ def test_rotary_is_what_the_models_code_does(dtype):
         assert torch.equal(ours, other[0].transpose(0, 1))
 
 
-def test_distributions_and_draws_are_the_cpus():
+@pytest.mark.parametrize("part", [512, 4096])
+def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
     """Thresholds and tokens equal, log-probs and entropies to rounding: filters, ties, bans, NaN."""
+    monkeypatch.setattr(sampling, "_PART", part)
     torch.manual_seed(0)
     rows, vocab = 12, 5000
     logits = torch.randn(rows, vocab) * 3
@@ -240,6 +302,45 @@ def test_distributions_and_draws_are_the_cpus():
     assert torch.equal(fields[decided, 3], expected[decided, 3])
 
 
+def row_of(kind: str, vocab: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    row = torch.randn(vocab)
+    if kind == "peaked":  # hardly a bit of the range of values holds all of the mass
+        row = row * 3 - 100
+        row[:3] = torch.tensor([20.0, 19.0, -30.0])
+    elif kind == "ties":
+        row = (row * 4).round() / 4
+    elif kind == "zeros":
+        row = row.sign() * (row.abs() > 0.5)
+    elif kind == "tiny":
+        row = row * 1e-41
+    elif kind == "huge":
+        row = row * 1e37
+    return row
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "zeros", "tiny", "huge"])
+@pytest.mark.parametrize("part", [64, 1024])
+def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
+    """Rows that fit the candidates at once, and rows that have to be narrowed down first, to a tie if need be."""
+    monkeypatch.setattr(sampling, "_PART", part)
+    row = row_of(kind, 700)
+    order = row.sort(descending=True).values
+    weights = (order.double() - order[0].double()).exp()
+    for k in (1, 3, 50, 699):
+        assert edge_of(row, top_k=k) == order[k - 1], k
+    for p in (1e-9, 0.3, 0.9, 0.9999):
+        assert edge_of(row, top_p=p) == order[int((weights.cumsum(0) < p * weights.sum()).sum())], p
+    few = weights[: int((row >= order[49]).sum())]
+    assert edge_of(row, top_k=50, top_p=0.5) == order[int((few.cumsum(0) < 0.5 * few.sum()).sum())]
+
+
+def edge_of(row, top_k=0, top_p=1.0) -> float:
+    now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
+    counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    return float(kernels.distribution(row[None], *now, [[]], torch.tensor([0]), *counters)[1])
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama3-bias", "float16"), ("qwen3", "bfloat16"), ("mistral", "float32")]
 )
@@ -264,7 +365,6 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
 def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
     """The load refuses it; without the probe that does so, the property test finds it."""
     path, rng = checkpoint("llama", vocab_size=257, num_hidden_layers=1), random.Random(0)
-    linear = sys.modules["samebits.kernels.triton.linear"]
     with monkeypatch.context() as patch:
         patch.setattr(linear, "chunks", lambda depth, features: rng.choice((1, 2)))
         with pytest.raises(NumericsError, match="different bits in different batches"):
@@ -306,20 +406,21 @@ def test_kernels_compile(capability, tmp_path):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
-        "_rms_norm_backward", "_gated_backward", "_rotary", "_distribution",
+        "_rms_norm_backward", "_gated_backward", "_rotary", "_peaks", "_thresholds", "_sums", "_finish",
     }  # fmt: skip
     norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
     for c in compiled:
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
-        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_attention"):
+        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention"):
             assert c["stack"] <= (0 if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
         if c["kernel"] == "_linear":
             assert not c["scalar_loads"], f"loads of one element: {c}"
-        if c["kernel"] in ("_linear", "_rms_norm") and "*bf16" in c["dtypes"]:
+        assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
+        if c["kernel"] in ("_linear", "_linear_persistent", "_rms_norm") and "*bf16" in c["dtypes"]:
             assert not c["contracted"], f"a * b + c was fused: {c}"
-        if c["kernel"] in ("_rms_norm", "_distribution"):
+        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish"):
             assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"

@@ -13,7 +13,8 @@ except ImportError as error:
     raise RuntimeError("GPU kernels need Triton: pip install 'samebits[gpu]'") from error
 
 from . import attention as _paged
-from .attention import BLOCK, attention_backward, new_kv_cache, tile_tokens, work_items
+from .attention import BLOCK, new_kv_cache, tile_tokens, work_items
+from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
     add_rms_norm,
@@ -55,7 +56,7 @@ def trees(device: torch.device) -> dict[str, str]:
         "sums by the matrix unit; weights in the storage dtype",
         "norm": "one program a row, block and warps by its width; 1/sqrt; weight * (x * rstd)",
         "activation": "x * sigmoid, by exp(-|x|)",
-        "logprob": "fp32 logits / T; sum of exp in fp64 by interleaved chains; log in fp64; one rounding to fp32",
+        "logprob": "fp32 logits / T; sum of exp in fp64, parts of the vocabulary ascending; log in fp64; one rounding",
         "libm": f"triton {triton.__version__}, {gpu}",
     }
 

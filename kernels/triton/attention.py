@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import to_device
-from .launch import launch, multiprocessors, shared_memory
+from .launch import launch, multiprocessors
 from .linear import scratch
 
 BLOCK = 64
@@ -173,7 +172,7 @@ def _write_kv(
     tl.store(v_cache + place, tl.load(v + token * stride_v + head * DIM + d, mask=mask), mask=mask)
 
 
-def _width(dim: int) -> int:
+def padded_width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -199,7 +198,7 @@ def write_kv(k, v, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Te
     tokens, kv_heads, dim = k.shape
     launch(
         _write_kv, (tokens, kv_heads), k, v, slots, k_cache, v_cache, k.stride(0), v.stride(0), kv_heads,
-        DIM=dim, BLOCK_D=_width(dim), BLOCK=BLOCK, num_warps=1,
+        DIM=dim, BLOCK_D=padded_width(dim), BLOCK=BLOCK, num_warps=1,
     )  # fmt: skip
 
 
@@ -248,7 +247,7 @@ def attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
-    group, width = heads // kv_heads, _width(dim)
+    group, width = heads // kv_heads, padded_width(dim)
     out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads), dtype=torch.float32)
     segments, large = -(-longest // SEGMENT), items.shape[0] - small
     shape: dict = dict(DIM=dim, BLOCK_D=width, BLOCK=BLOCK, PER_SEGMENT=SEGMENT // BLOCK)
@@ -279,116 +278,3 @@ def attention(
         warps = 16 if wide and width > 64 else 8 if wide or width > 64 or block_m > 64 else 4
         tiles(items[small:], block_m, 1, 0, lse, STAGES=1 if wide else 2, num_warps=warps)
     return out, lse
-
-
-# --- backward -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _weights_and_grads(q, k, v, grad, lse, delta, row, column, scale, window):
-    """Of a tile [rows, columns]: attention weights, and gradients of the scores (Dao et al., 2022, section B.2)."""
-    seen = column[None, :] <= row[:, None]
-    if window > 0:
-        seen = seen & (column[None, :] > row[:, None] - window)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-    p = tl.where(seen, tl.exp2(s - (lse * 1.4426950408889634)[:, None]), 0.0)
-    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    return p, p * (dp - delta[:, None]) * scale
-
-
-@triton.jit
-def _rows_of(t, token, h, heads, mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    address = t + (token.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
-    return tl.load(address, mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _query_tile(q, grad, lse, delta, row, end, h, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries and upstream gradients [rows, D], log-sum-exp and delta [rows] of a head."""
-    mask, place = row < end, row * heads + h
-    queries = _rows_of(q, row, h, heads, mask, DIM, BLOCK_D)
-    upstream = _rows_of(grad, row, h, heads, mask, DIM, BLOCK_D)
-    return queries, upstream, tl.load(lse + place, mask=mask, other=0.0), tl.load(delta + place, mask=mask, other=0.0)
-
-
-@triton.jit(do_not_specialize=["window"])
-def _grad_q(
-    q, k, v, grad, lse, delta, out, blocks, heads, kv_heads, scale, window,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of a head; keys ascending. blocks [n, 3]: first token, the sequence's first and end."""
-    block, h = tl.program_id(0), tl.program_id(1)
-    first, start, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1), tl.load(blocks + 3 * block + 2)
-    kv_head = h // (heads // kv_heads)
-    row = first + tl.arange(0, TILE)
-    queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
-    acc = tl.zeros((TILE, BLOCK_D), tl.float32)
-    low = start
-    if window > 0:
-        low = start + tl.maximum(first - start - window + 1, 0) // TILE * TILE
-    for begin in range(low, tl.minimum(first + TILE, end), TILE):
-        column = begin + tl.arange(0, TILE)
-        keys = _rows_of(k, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
-        values = _rows_of(v, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
-        _, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
-        acc = tl.dot(ds.to(k.dtype.element_ty), keys, acc, input_precision="ieee")
-    d = tl.arange(0, BLOCK_D)
-    address = out + (row.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
-    tl.store(address, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (d < DIM)[None, :])
-
-
-@triton.jit(do_not_specialize=["window"])
-def _grad_kv(
-    q, k, v, grad, lse, delta, out_k, out_v, blocks, heads, kv_heads, scale, window,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys of a KV head; the group's heads, then queries ascending: no atomics, one order."""
-    block, kv_head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 2)
-    group = heads // kv_heads
-    column = first + tl.arange(0, TILE)
-    column_mask = column < end
-    keys = _rows_of(k, column, kv_head, kv_heads, column_mask, DIM, BLOCK_D)
-    values = _rows_of(v, column, kv_head, kv_heads, column_mask, DIM, BLOCK_D)
-    acc_k = tl.zeros((TILE, BLOCK_D), tl.float32)
-    acc_v = tl.zeros((TILE, BLOCK_D), tl.float32)
-    stop = end
-    if window > 0:
-        stop = tl.minimum(end, first + TILE + window - 1)
-    for h in range(kv_head * group, (kv_head + 1) * group):
-        for begin in range(first, stop, TILE):
-            row = begin + tl.arange(0, TILE)
-            queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
-            p, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
-            acc_v = tl.dot(tl.trans(p).to(q.dtype.element_ty), upstream, acc_v, input_precision="ieee")
-            acc_k = tl.dot(tl.trans(ds).to(q.dtype.element_ty), queries, acc_k, input_precision="ieee")
-    d = tl.arange(0, BLOCK_D)
-    address = (column.to(tl.int64) * kv_heads + kv_head)[:, None] * DIM + d[None, :]
-    mask = column_mask[:, None] & (d < DIM)[None, :]
-    tl.store(out_k + address, acc_k.to(out_k.dtype.element_ty), mask=mask)
-    tl.store(out_v + address, acc_v.to(out_v.dtype.element_ty), mask=mask)
-
-
-def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """Gradients of q, k and v in their dtype, for packed sequences [T, heads, D]; the same bits from run to run."""
-    q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
-    _, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    delta = (grad.float() * out.float()).sum(-1)
-    wide, width = q.element_size() == 4, _width(dim)
-    tile = 64 if not wide else 32 if width <= 64 else 16
-    ends = np.cumsum(lengths)
-    blocks = np.array(
-        [(first, end - n, end) for n, end in zip(lengths, ends, strict=True) for first in range(end - n, end, tile)],
-        np.int32,
-    ).reshape(-1, 3)
-    where = to_device(blocks, q.device)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    common = (where, heads, kv_heads, scale, window)
-    stages = 2 if shared_memory(q.device) >= 160_000 else 1
-    warps = 8 if width > 64 or wide else 4
-    shape: dict = dict(DIM=dim, BLOCK_D=width, TILE=tile, num_warps=warps, num_stages=stages)
-    launch(_grad_q, (len(blocks), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
-    launch(_grad_kv, (len(blocks), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
-    return grads
