@@ -65,9 +65,9 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
-def _make_tile(vectors: int, stored: str, lines: int):
-    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for 1 to TILE_ROWS rows; addresses, and
-    strides in elements.
+def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
+    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for `lowest` to TILE_ROWS rows;
+    addresses, and strides in elements.
 
     stored: b's dtype. `ahead`: memory to fetch meanwhile, `lines` cache lines for each k: few rows wait for memory
     otherwise.
@@ -117,7 +117,7 @@ def _make_tile(vectors: int, stored: str, lines: int):
         row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
         columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
         for number in range(lines):
-            line = builder.add(ahead, builder.mul(k, _I64(lines * CACHE_LINE)))
+            line = builder.add(ahead, builder.mul(k, _I64(min(lines * CACHE_LINE, size_b * vectors * LANES))))
             line = builder.inttoptr(builder.add(line, _I64(number * CACHE_LINE)), pointer)
             builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into L2
         offset = builder.mul(k, _I64(4))
@@ -152,7 +152,7 @@ def _make_tile(vectors: int, stored: str, lines: int):
         def codegen(context, builder, signature, args):
             end = builder.append_basic_block("tile_end")
             choice = builder.switch(args[0], end)
-            for rows in range(1, TILE_ROWS + 1):
+            for rows in range(lowest, TILE_ROWS + 1):
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(_I64(rows), block)
                 builder.position_at_end(block)
@@ -173,19 +173,20 @@ def _row_tiles(vectors: int, stored: str):
     """
     size = 4 if stored == "float32" else 2
     lines = -(-size * vectors * LANES // CACHE_LINE)
-    one_line, two_lines, all_lines = (_make_tile(vectors, stored, n) for n in (1, min(2, lines), lines))
+    half = TILE_ROWS // 2  # several passes are no lower
+    one_line, two_lines, three_lines = (_make_tile(vectors, stored, n, 1 if n == lines else half) for n in (1, 2, 3))
 
     def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
-        end = ahead + CACHE_LINE * lines * depth
+        end = ahead + size * vectors * LANES * depth
         passes = -(-rows // TILE_ROWS)
         todo = lines - passes + 1
         for i in range(passes):
             height = rows // passes + (1 if i < rows % passes else 0)
             where = ahead if ahead < end else address
-            if todo > 2:
-                all_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
-            elif todo == 2:
+            if lines == 3 and todo == 3:
+                three_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
+            elif lines >= 2 and todo == 2:
                 two_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
             else:
                 one_line(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
