@@ -104,15 +104,17 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
                 report["differ"].append(f"{name} {part}: {count} rows")
         few = 130 if part in ("qkv", "down") else 40
         for tile in all_tiles(dtype) if thorough else [Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)]:
+            count = min(most, 1100) if tile.tma else few  # several tiles a program
             try:
-                out = linear.products(x[:few], [w], [None], torch.float32, tile)[0]
+                kinds = {torch.float32, dtype} if tile.tma else {torch.float32}
+                outs = [linear.products(x[:count], [w], [None], kind, tile)[0] for kind in kinds]
             except Exception as error:  # what doesn't fit this GPU's shared memory
                 if "OutOfResources" not in type(error).__name__:
                     raise
                 report["unsupported"].append(f"{name} {tile}")
                 continue
             report["compared"] += 1
-            if not torch.equal(out, whole[:few]):
+            if not all(torch.equal(out, whole[:count].to(out.dtype)) for out in outs):
                 report["differ"].append(f"{name} {part}: {tile}")
         if part == "o":
             before = dict(linear.BLOCK_K)

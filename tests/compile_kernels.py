@@ -95,20 +95,24 @@ def catch_all(capability: int) -> None:
     """Every kernel, dtype and schedule, as a model of Qwen3's shape would launch them."""
     for module in MODULES:
         module.launch = catch
-    linear.multiprocessors = attention.multiprocessors = lambda device: 132
+    linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
+    backward.multiprocessors = attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
     backward.library_serves = lambda *_: False
     for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
         if capability >= 90 and dtype == torch.bfloat16:
-            tiles |= {Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256))}
+            tiles |= {
+                Tile(m, n, stages, 8, False, tma=True)
+                for (m, n), stages in itertools.product(((64, 128), (128, 128), (128, 256)), (3, 4))
+            }
         for tile in tiles:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
             linear.products(x, [w], [None], torch.float32, tile)
-            if tile.tma:
-                linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], dtype, tile)  # in one chunk
+            for out in (dtype, torch.float32) if tile.tma else ():  # in one chunk
+                linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], out, tile)
         for heads, kv_heads, dim, window in ((16, 8, 128, 0), (9, 3, 64, 512)):
             q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))

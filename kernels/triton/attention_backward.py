@@ -6,6 +6,7 @@ with the forward's output and log-sum-exp.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,7 +18,10 @@ import triton.language as tl
 
 from ..ops import to_device
 from .attention import padded_width
-from .launch import launch, shared_memory
+from .launch import launch, multiprocessors, shared_memory
+
+_MOST_BYTES = 1 << 30
+_mode = threading.Lock()  # torch has one for the process
 
 
 @triton.jit
@@ -134,17 +138,18 @@ def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: fl
     starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), q.device)
     state, most = torch.zeros(2, dtype=torch.uint64, device=q.device), max(lengths)
     settings: Any = torch.utils.deterministic
-    before, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # gradients are written whole
-    torch.use_deterministic_algorithms(True)
-    try:
-        return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse.t().contiguous(), starts, starts, most, most, 0.0, True, state, state[:0],
-            scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
-        )  # fmt: skip
-    finally:
-        settings.fill_uninitialized_memory = fill
-        torch.set_deterministic_debug_mode(before)
+    with _mode:
+        before, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False  # gradients are written whole
+        torch.set_deterministic_debug_mode("error")  # not use_deterministic_algorithms: that sets up Inductor, too
+        try:
+            return torch.ops.aten._flash_attention_backward(
+                grad, q, k, v, out, lse.t().contiguous(), starts, starts, most, most, 0.0, True, state, state[:0],
+                scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
+            )  # fmt: skip
+        finally:
+            settings.fill_uninitialized_memory = fill
+            torch.set_deterministic_debug_mode(before)
 
 
 @cache
@@ -163,6 +168,8 @@ def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: in
     given = q, k, v, out, scores.logsumexp(-1).t().contiguous(), grad, lengths, scale, window
     try:
         first, *more = (_library_backward(*given) for _ in range(4))
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the next time
     except (RuntimeError, NotImplementedError):  # what it says of a head, a dtype or a device that it doesn't take
         return False
     same = all(torch.equal(a, b) for again in more for a, b in zip(first, again, strict=True))
@@ -177,4 +184,7 @@ def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: f
     """
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
     served = library_serves(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], window > 0)
+    # In its deterministic mode it has an fp32 gradient of q for each of so many programs.
+    copies = -(-multiprocessors(q.device) // (len(lengths) * q.shape[1]))
+    served = served and copies * 4 * q.numel() <= _MOST_BYTES
     return (_library_backward if served else _triton_backward)(q, k, v, out, lse, grad, lengths, scale, window)

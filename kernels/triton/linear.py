@@ -8,6 +8,8 @@ depends on who arrives first: the last program of a tile to finish adds all of i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -182,10 +184,16 @@ def products(
     block_k = BLOCK_K[x.dtype]
     spans = [-(-depth // c // block_k) * block_k if c > 1 else depth for c in counts]
     tile = tile or linear_tile(x.device, x.dtype, rows, sum(sizes))
-    if tile.tma and all(_copyable(t) for t in (x, *weights)):
+    tall, programs = -(-rows // tile.block_m), multiprocessors(x.device) if tile.tma else 0
+    if tile.tma and not (
+        all(_copyable(t) for t in (x, *weights)) and tall * -(-min(sizes) // tile.block_n) >= programs // 2
+    ):  # then one launch for all of them fills the GPU better
+        tile = replace(tile, block_n=min(tile.block_n, 128), tma=False)
+    if tile.tma:
         for w, bias, out, count, span in zip(weights, biases, outs, counts, spans, strict=True):
-            block_n = tile.block_n if count == 1 else min(tile.block_n, 128)  # a second sum takes as many registers
-            grid = min(-(-rows // tile.block_m) * -(-w.shape[0] // block_n), multiprocessors(x.device))
+            narrow = count > 1 or out_dtype == torch.float32  # registers for a second sum, memory to store from
+            block_n = min(tile.block_n, 128) if narrow else tile.block_n
+            grid = min(tall * -(-w.shape[0] // block_n), programs)
             launch(
                 _linear_persistent, (grid,),
                 TensorDescriptor.from_tensor(x, [tile.block_m, block_k]),

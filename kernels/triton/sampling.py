@@ -222,7 +222,7 @@ def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
     return tl.where(first < _NO_TOKEN, first, tl.max(tl.where(weights > 0.0, j, 0), 0)).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _finish(
     logits, settings, counters, banned, peaks, thresholds, sums, tokens, fields, vocab, parts,
     PARTS: tl.constexpr, PART: tl.constexpr,
