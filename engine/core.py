@@ -36,16 +36,17 @@ MEMORY_TAGS = ("weights", "kv_cache")
 class EngineCore:
     """Runs requests. Everything that may fail of one request ends that request alone.
 
-    tokenizer: for stop strings. placement: where Ray puts the stages.
+    tokenizer: for stop strings. placement: where Ray puts the stages. sharers: as `Pipeline`'s.
     """
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, placement: Any = None):
+    def __init__(self, path: pathlib.Path, config: EngineConfig, placement: Any = None, sharers: int | None = None):
         self.path, self.config = path, config
         self.tokenizer: Any = None
         self.max_model_len = max_model_len(path, config)
         device = torch.device(config.device or "cpu")
         block_size = ops.backend(device).BLOCK
-        self.pipeline = Pipeline(path, config, -(-self.max_model_len // block_size) * config.max_num_seqs, placement)
+        most = -(-self.max_model_len // block_size) * config.max_num_seqs
+        self.pipeline = Pipeline(path, config, most, placement, sharers)
         self.contract, self.eos_token_ids = self.pipeline.contract, self.pipeline.eos_token_ids
         self.weight_bytes, self.kv_cache_bytes = self.pipeline.weight_bytes, self.pipeline.kv_cache_bytes
         self.planner = Planner(self.pipeline.model_config, device)

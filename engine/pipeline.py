@@ -32,7 +32,7 @@ from ..model.stage import Layers, split_by_size, split_layers, stage_model
 from .config import EngineConfig
 from .distributed import ray_backend
 from .distributed.fan_out import FanOut, UpdateMember
-from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, gpus_of, launch, results
+from .distributed.worker import LocalPeer, Peer, WorkerError, default_threads, gpus_of, launch, results, sharers_of
 from .model_runner import Drawn, ModelRunner, Plan
 from .request import SampledToken
 from .transfer import TensorSpec, WeightGroup, free_port, new_backend
@@ -79,15 +79,14 @@ class Stage(UpdateMember):
         self._link: _Link | None = None
         self.trace: deque[tuple[float, float]] = deque(maxlen=TRACE)  # start and end of a step, on the machine's clock
 
-    def describe(self, num_seqs_blocks: int) -> StageInfo:
-        """num_seqs_blocks: more KV blocks than this are of no use."""
+    def describe(self, num_seqs_blocks: int, sharers: int) -> StageInfo:
+        """num_seqs_blocks: more KV blocks than this are of no use. sharers: workers that share the memory."""
         block = ModelRunner.block_bytes(self.model)
         if self.config.kv_cache_memory_bytes is not None:
             capacity = self.config.kv_cache_memory_bytes // block
             if capacity < 1:
                 raise ValueError(f"kv_cache_memory_bytes is less than one block of {block} bytes")
         else:
-            sharers = self.config.num_workers if self.config.backend == "mp" else 1
             capacity = min(self._memory_for_kv() // sharers // block, num_seqs_blocks)
             if capacity < 1:
                 raise MemoryError(f"no memory for a single KV block of {block} bytes")
@@ -244,9 +243,14 @@ class _Link:
 
 
 class Pipeline:
-    """The stages as one: submits plans and collects their tokens, oldest first."""
+    """The stages as one: submits plans and collects their tokens, oldest first.
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, num_seqs_blocks: int, placement: Any = None):
+    placement: a group on Ray that has room for them. sharers: workers that share a device's memory; None: see for it.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, config: EngineConfig, num_seqs_blocks: int, placement: Any, sharers: int | None
+    ):
         self.config = config
         count = config.pipeline_parallel_size
         layers: list[Layers | None] = [None]
@@ -254,21 +258,22 @@ class Pipeline:
             layers = [*stage_layers(path, config)]
         self.layers = layers
         self.remote: list[Peer] = []
-        self.placement: Any = None
+        self.own_placement: Any = None
         distant = 0 if config.backend == "inproc" else count - 1
         threads = default_threads(config.num_workers)
-        if distant:
-            torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
-            names = [f"stage {rank}" for rank in range(1, count)]
-            logger.info("starting %d stages with layers %s", count, layers)
-            where = None
-            if config.backend == "ray":  # a replica's group has a place for the first stage, too, which is here
-                device = config.device or "cpu"
-                self.placement = placement or ray_backend.place(distant, threads, device, config.start_timeout)
-                where = self.placement, 0 if placement is None else 1
-            gpus = [gpus_of(config, rank, 1) or "" for rank in range(1, count)]
-            self.remote = launch(names, config, threads, where, gpus if any(gpus) else None)
         try:
+            if distant:
+                torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
+                names = [f"stage {rank}" for rank in range(1, count)]
+                logger.info("starting %d stages with layers %s", count, layers)
+                where = None
+                if config.backend == "ray":  # a replica's group has a place for the first stage, too, which is here
+                    if placement is None:
+                        device, limit = config.device or "cpu", config.start_timeout
+                        self.own_placement = ray_backend.place(distant, threads, device, limit)
+                    where = placement or self.own_placement, 0 if placement is None else 1
+                gpus = [gpus_of(config, rank, 1) or "" for rank in range(1, count)]
+                self.remote = launch(names, config, threads, where, gpus if any(gpus) else None)
             made = [
                 peer.call("make", Stage, str(path), config, layers[rank], rank, count)
                 for rank, peer in enumerate(self.remote, 1)
@@ -279,7 +284,8 @@ class Pipeline:
             host = ray_backend.node_address() if distant and config.backend == "ray" else "127.0.0.1"
             peers: list[Peer | LocalPeer] = [*(LocalPeer(f"stage {s.rank}", s) for s in self.local), *self.remote]
             self.stages = FanOut(peers, 1, host, config.worker_timeout, config.start_timeout)
-            infos: list[StageInfo] = self.stages.all("describe", num_seqs_blocks)
+            known = num_seqs_blocks, sharers or sharers_of(config)
+            infos: list[StageInfo] = self.stages.all("describe", *known, timeout=config.start_timeout)
             for info in infos[1:]:
                 if infos[0].contract is not None and info.contract is not None:
                     infos[0].contract.check(info.contract)
@@ -338,9 +344,9 @@ class Pipeline:
         """Ends the processes of other stages."""
         for peer in self.remote:
             peer.kill()
-        if self.placement is not None:
-            ray_backend.release(self.placement)
-            self.placement = None
+        if self.own_placement is not None:
+            ray_backend.release(self.own_placement)
+            self.own_placement = None
 
 
 def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:

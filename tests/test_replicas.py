@@ -16,6 +16,7 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.engine import WeightUpdateError
 from samebits.engine.distributed import worker
+from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
 from samebits.server import Client
@@ -465,6 +466,68 @@ def test_weights_whose_files_changed_are_lost_with_the_last_replica(paths, tmp_p
         assert bits(generate(llm)) == expected[1]
 
 
+def test_what_no_replica_can_do_is_an_error_and_ends_none(paths, tmp_path, expected):
+    """Weights that slept and whose files have changed meanwhile."""
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    with LLM(path, replicas=2, **SMALL) as llm:
+        peers = [h.peer for h in llm.core.handles]
+        llm.sleep(2)
+        shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        with pytest.raises(WeightUpdateError, match="changed"):
+            llm.wake_up()
+        assert not llm.ready
+        llm.update_weights(path)
+        llm.wake_up()
+        assert bits(generate(llm)) == expected[1]
+        assert all_serve(llm) and [h.peer for h in llm.core.handles] == peers
+
+
+def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, tmp_path, expected, monkeypatch):
+    """Each reads a directory by itself: they might come to hold different weights."""
+    pair.update_weights(paths[0])
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    before = FanOut.all
+
+    def read_and_write(self, method, *args, **options):
+        found = before(self, method, *args, **options)
+        if method == "load_update":
+            shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        return found
+
+    monkeypatch.setattr(FanOut, "all", read_and_write)
+    with pytest.raises(WeightUpdateError, match="changed while they were read"):
+        pair.update_weights(path)
+    assert bits(generate(pair)) == expected[0]
+
+
+def test_stages_work_at_the_same_time(paths):
+    """Four batches in flight in two processes: while one stage computes a step, so does the other."""
+    with LLM(paths[0], pipeline_parallel_size=2, batches_in_flight=4, **SMALL) as llm:
+        llm.core.members().all("take_trace")
+        generate(llm)
+        first, second = llm.core.members().all("take_trace")
+    assert len(first) == len(second) > 100
+    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    assert both > 0.2 * sum(b - a for a, b in second)
+
+
+@pytest.mark.slow
+def test_replicas_that_start_no_more_are_an_error(paths, tmp_path):
+    """With the checkpoint gone; none comes back from where it has failed for good."""
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    with LLM(path, replicas=2, **SMALL) as llm:
+        shutil.rmtree(path)
+        for handle in llm.core.handles:
+            handle.peer.process.kill()
+        with pytest.raises(WorkerError, match="no replica starts any more"):
+            generate(llm)
+        time.sleep(1)
+        assert llm.core.settled and not llm.core.serving
+
+
 def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expected):
     pair.update_weights(paths[0])
     os.kill(pair.core.handles[1].peer.process.process.pid, signal.SIGKILL)
@@ -615,6 +678,18 @@ def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypa
 
 def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster):
     llm = LLM(paths[0], replicas=2, backend="ray", **SMALL)
+    try:
+        outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
+        assert bits(outputs) == expected[0]
+        llm.update_weights(exact_model(paths[1]))
+        assert bits(generate(llm)) == expected[1]
+    finally:
+        llm.close()
+
+
+def test_replicas_of_two_stages_on_ray(paths, expected, ray_cluster):
+    """Four actors in two placement groups, with a CPU's share each."""
+    llm = LLM(paths[0], replicas=2, pipeline_parallel_size=2, backend="ray", **SMALL)
     try:
         outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
         assert bits(outputs) == expected[0]

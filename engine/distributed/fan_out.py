@@ -20,7 +20,7 @@ from ...kernels.contract import Contract
 from ...model.checkpoint import StoredWeights
 from ..transfer import TensorSpec, TransferError, WeightGroup, free_port, gathering, manifest_of
 from ..weights import Source, WeightTable, WeightUpdate, WeightUpdateError, check_contract, check_dtype
-from .worker import LocalPeer, Peer, WorkerError, results
+from .worker import LocalPeer, Peer, WorkerError, call_all, results
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,7 @@ class FanOut:
         self._own: WeightGroup | None = None  # from this process to all members
 
     def start(self, method: str, *args) -> list[tuple[str, Future]]:
-        calls = []
-        for m in self.members:
-            future: Future = Future()
-            try:
-                future = m.call(method, *args)
-            except Exception as error:
-                future.set_exception(error)
-            calls.append((m.name, future))
-        return calls
+        return call_all(self.members, method, *args)
 
     def all(self, method: str, *args, timeout: float | None = None) -> list:
         """Calls a method of every member, and waits for all; raises the first error.
@@ -157,6 +149,8 @@ class FanOutUpdate:
             stored = StoredWeights.at(path)
             self.table.check_directory(path)
             self.fan_out.all("load_update", str(path), timeout=self.fan_out.load_timeout)
+            if not stored.unchanged:
+                raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
             self.given, self.stored = set(self.table.shapes), stored
         else:
             for pairs in _buckets(self._checked(source), SHARED_FILES * BUCKET_BYTES):
@@ -183,9 +177,8 @@ class FanOutUpdate:
         """Members read buckets while the next are written, to files in turn, whose pages are made once."""
         flights: deque[list[tuple[str, Future]]] = deque()
         with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context(tempfile.NamedTemporaryFile("w+b", 0, dir=SHARED_MEMORY, prefix="samebits-"))
-                for _ in range(SHARED_FILES)
+            files = [  # without a name, so that nothing is left if this process is killed
+                stack.enter_context(tempfile.TemporaryFile("w+b", 0, dir=SHARED_MEMORY)) for _ in range(SHARED_FILES)
             ]
             for pairs, file in zip(_buckets(tensors, BUCKET_BYTES), itertools.cycle(files), strict=False):
                 if len(flights) == SHARED_FILES:
@@ -194,7 +187,7 @@ class FanOutUpdate:
                 file.seek(0)
                 for _, tensor in pairs:
                     _write(file, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-                flights.append(self.fan_out.start("read_update", file.name, specs))
+                flights.append(self.fan_out.start("read_update", f"/proc/{os.getpid()}/fd/{file.fileno()}", specs))
             while flights:
                 results(flights.popleft(), self.fan_out.load_timeout)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...kernels.contract import Contract
@@ -85,16 +86,16 @@ class Replica(UpdateMember):
 
     BACKGROUND = UpdateMember.BACKGROUND | {"ping"}
 
-    def __init__(self, path: str, config: EngineConfig):
+    def __init__(self, path: str, config: EngineConfig, sharers: int):
         placement = ray_backend.own_placement() if config.backend == "ray" else None
-        self.core = EngineCore(pathlib.Path(path), config, placement)
+        self.core = EngineCore(pathlib.Path(path), config, placement, sharers)
         if not config.skip_tokenizer_init:
             self.core.tokenizer = load_tokenizer(self.core.path)
         for peer in self.core.pipeline.remote:
             peer.on_lost = lambda: os._exit(1)  # a replica is of no use without a stage
         self.update = self.core.begin_weight_update()
         self.beats = 0
-        self.sending = False
+        self.occupied = False
 
     def describe(self) -> ReplicaInfo:
         core = self.core
@@ -115,7 +116,16 @@ class Replica(UpdateMember):
 
     def ping(self) -> tuple[int, bool]:
         """(steps so far, is it to make some): a replica that is to and doesn't hangs."""
-        return self.beats, self.working and not self.sending
+        return self.beats, self.working and not self.occupied
+
+    @contextmanager
+    def _occupied(self) -> Iterator[None]:
+        """For work that takes its time, between steps."""
+        self.occupied = True
+        try:
+            yield
+        finally:
+            self.occupied = False
 
     def submit(self, request: Request) -> None:
         for sample in request.samples:
@@ -141,11 +151,8 @@ class Replica(UpdateMember):
 
     def send_weights(self, addresses: list[tuple[str, int]]) -> int:
         """To the stages of another replica; returns the version."""
-        self.sending = True
-        try:
+        with self._occupied():
             self.core.pipeline.each("send_weights", addresses)
-        finally:
-            self.sending = False
         return self.core.weight_version
 
     def adopt(self, version: int, stored: StoredWeights | None) -> None:
@@ -170,7 +177,8 @@ class Replica(UpdateMember):
         self.core.pause(paused)
 
     def checksums(self) -> dict[str, str]:
-        return self.core.weight_checksums()
+        with self._occupied():
+            return self.core.weight_checksums()
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> None:
         self.core.reset_prefix_cache(reset_running_requests)

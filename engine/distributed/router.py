@@ -31,7 +31,7 @@ from ..weights import WeightUpdate, WeightUpdateError
 from . import ray_backend
 from .fan_out import FanOut, FanOutUpdate
 from .replica import Replica, ReplicaInfo
-from .worker import Peer, WorkerError, default_threads, gpus_of, launch, results
+from .worker import Peer, WorkerError, call_all, default_threads, gpus_of, launch, outcomes, results, sharers_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class _Handle:
         self.requests: dict[int, Request] = {}  # by the serial number of their assignment
         self.stats: EngineStats | None = None
         self.failed_starts = 0
+        self.waits_for_room = False  # on a Ray cluster
         self.beat: tuple[int, float] = (-1, 0.0)
 
     @property
@@ -143,6 +144,8 @@ class Router:
             raise ValueError("the replicas loaded different models; is the checkpoint the same on all nodes?")
 
     def _start(self, handle: _Handle) -> None:
+        if self._closing.is_set():
+            return
         handle.state = "starting"
         threading.Thread(target=self._start_worker, args=(handle,), daemon=True).start()
 
@@ -153,9 +156,11 @@ class Router:
             where = None
             if config.backend == "ray":
                 if handle.placement is None:
+                    handle.waits_for_room = True
                     handle.placement = ray_backend.place(
                         config.pipeline_parallel_size, self.threads, config.device or "cpu", config.start_timeout
                     )
+                    handle.waits_for_room = False
                 where = handle.placement, 0
             limit = config.start_timeout
             stages = config.pipeline_parallel_size
@@ -164,7 +169,7 @@ class Router:
             handle.peer = peer
             peer.on_event = lambda event: self._events.put((handle, "progress", event))
             peer.on_lost = lambda: self._events.put((handle, "lost", peer))
-            results([(handle.name, peer.call("make", Replica, str(self.path), config))], limit)
+            results([(handle.name, peer.call("make", Replica, str(self.path), config, sharers_of(config)))], limit)
             info = results([(handle.name, peer.call("describe"))], limit)[0]
             handle.beat = (-1, time.monotonic())
             self._events.put((handle, "started", info))
@@ -172,28 +177,27 @@ class Router:
             if handle.peer is not None:
                 handle.peer.kill()
             self._events.put((handle, "not started", error))
-        if self._closing.is_set() and handle.peer is not None:
-            handle.peer.kill()
+        if self._closing.is_set():
+            self._end(handle)
 
     def _watch(self) -> None:
         """In a thread: ends replicas that don't answer, or have work and make no step."""
         limit = self.config.worker_timeout
         while not self._closing.wait(limit / 4):
-            for handle in self.serving:
-                peer = handle.peer
-                try:
-                    assert peer is not None
-                    beat, busy = results([(handle.name, peer.call("ping"))], limit)[0]
-                except Exception as error:
-                    logger.error("%s: %s; it is ended", handle.name, error)
-                    peer.kill()  # type: ignore[union-attr]
+            serving = [(h, h.peer) for h in self.serving if h.peer is not None]
+            answers = outcomes(call_all([peer for _, peer in serving], "ping"), limit)
+            for (handle, peer), answer in zip(serving, answers, strict=True):
+                if isinstance(answer, Exception):
+                    logger.error("%s: %s; it is ended", handle.name, answer)
+                    peer.kill()
                     self._events.put((handle, "lost", peer))  # its own report may have come before it served
                     continue
+                beat, busy = answer
                 if beat != handle.beat[0] or not busy:
                     handle.beat = (beat, time.monotonic())
                 elif time.monotonic() - handle.beat[1] > limit:
                     logger.error("%s made no step for %g s; it is ended", handle.name, limit)
-                    peer.kill()  # type: ignore[union-attr]
+                    peer.kill()
 
     def _pump(self, wait: float | None = None) -> None:
         """Takes what replicas and threads have reported."""
@@ -222,7 +226,7 @@ class Router:
             if (request := handle.requests.get(serial)) is not None:
                 self.end(request, "error", f"{type(error).__name__}: {error}")
         elif kind == "lost":
-            if value is handle.peer and handle.state != "starting":
+            if value is handle.peer and handle.state == "serving":
                 self._lose(handle)
         elif kind == "not started":
             handle.failed_starts += 1
@@ -410,9 +414,9 @@ class Router:
 
     @property
     def settled(self) -> bool:
-        """Does no replica start? What is to reach all of them waits for that."""
+        """Does no replica start? What is to reach all of them waits for that, but not for room on a cluster."""
         self._pump()
-        return all(h.state != "starting" for h in self.handles)
+        return all(h.state != "starting" or h.waits_for_room for h in self.handles)
 
     def members(self) -> FanOut:
         """The replicas that serve."""
@@ -426,16 +430,19 @@ class Router:
         return self._fan_out
 
     def _each(self, method: str, *args, timeout: float | None = None) -> list:
-        """Of all replicas that serve; who fails is ended, and comes back in the state that all are in then."""
+        """Of all replicas that serve; who fails is ended, and comes back in the state that all are in then. What none
+        of them can do is an error, and ends nobody."""
         self._pump()
-        found, members = [], self.members() if self.serving else None
-        for member, call in zip(members.members, members.start(method, *args), strict=True) if members else ():
-            try:
-                found += results([call], timeout or self.config.worker_timeout)
-            except Exception as error:
-                logger.error("%s failed to %s: %s; it is ended", member.name, method, error)
+        members = self.members().members if self.serving else []
+        found = outcomes(call_all(members, method, *args), timeout or self.config.worker_timeout)
+        errors = [x for x in found if isinstance(x, Exception)]
+        if errors and len(errors) == len(found) and not any(isinstance(e, WorkerError) for e in errors):
+            raise errors[0]
+        for member, answer in zip(members, found, strict=True):
+            if isinstance(answer, Exception):
+                logger.error("%s failed to %s: %s; it is ended", member.name, method, answer)
                 member.kill()
-        return found
+        return [x for x in found if not isinstance(x, Exception)]
 
     def _drop_fan_out(self) -> None:
         if self._fan_out is not None:
@@ -457,16 +464,17 @@ class Router:
             self._commit(update, version, recompute_running)
 
     def _commit(self, update: FanOutUpdate, version: int, recompute_running: bool) -> None:
-        calls = update.fan_out.start("commit_update", version, recompute_running)
+        calls = call_all(update.fan_out.members, "commit_update", version, recompute_running)
         self.weight_version, self.has_weights, self._stored = version, True, update.stored
-        done = 0
-        for (name, future), member in zip(calls, update.fan_out.members, strict=True):
-            try:
-                results([(name, future)], self.config.worker_timeout)
-                done += 1
-            except Exception as error:
-                logger.error("%s failed to switch to weight version %d: %s; it is restarted", name, version, error)
+        members, done = update.fan_out.members, 0
+        answers = outcomes(calls, self.config.worker_timeout)
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, Exception):
+                what = "%s failed to switch to weight version %d: %s; it is restarted"
+                logger.error(what, member.name, version, answer)
                 member.kill()
+            else:
+                done += 1
         if not done and self._stored is None:
             self.has_weights = False
             raise WorkerError("every replica failed while it switched to the new weights, which are lost")
@@ -513,8 +521,12 @@ class Router:
     def close(self) -> None:
         self._closing.set()
         for handle in self.handles:
-            if handle.peer is not None:
-                handle.peer.kill()
-            if handle.placement is not None:
-                ray_backend.release(handle.placement)
-                handle.placement = None
+            self._end(handle)
+
+    @staticmethod
+    def _end(handle: _Handle) -> None:
+        if handle.peer is not None:
+            handle.peer.kill()
+        group, handle.placement = handle.placement, None
+        if group is not None:
+            ray_backend.release(group)

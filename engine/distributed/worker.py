@@ -149,17 +149,37 @@ def results(calls: Sequence[tuple[str, Future]], timeout: float | None) -> list[
 
     timeout: seconds for all of them; then WorkerError.
     """
+    found = outcomes(calls, timeout)
+    for value in found:
+        if isinstance(value, Exception):
+            raise value
+    return found
+
+
+def outcomes(calls: Sequence[tuple[str, Future]], timeout: float | None) -> list[Any]:
+    """As `results`, but with the exceptions in their places."""
     deadline = None if timeout is None else time.monotonic() + timeout
-    values, errors = [], []
+    found: list[Any] = []
     for name, future in calls:
         try:
-            values.append(future.result(None if deadline is None else max(0.0, deadline - time.monotonic())))
+            found.append(future.result(None if deadline is None else max(0.0, deadline - time.monotonic())))
         except Exception as error:
             late = isinstance(error, TimeoutError) and not future.done()
-            errors.append(WorkerError(f"{name} did not answer within {timeout:g} s") if late else error)
-    if errors:
-        raise errors[0]
-    return values
+            found.append(WorkerError(f"{name} did not answer within {timeout:g} s") if late else error)
+    return found
+
+
+def call_all(peers: Sequence[Peer | LocalPeer], method: str, *args) -> list[tuple[str, Future]]:
+    """Starts a method of each; what can't be sent is an error of its future."""
+    calls = []
+    for peer in peers:
+        future: Future = Future()
+        try:
+            future = peer.call(method, *args)
+        except Exception as error:
+            future.set_exception(error)
+        calls.append((peer.name, future))
+    return calls
 
 
 # --- starting them ----------------------------------------------------------------------------------------------------
@@ -278,9 +298,22 @@ def gpus_of(config: EngineConfig, worker: int, count: int) -> str | None:
     """CUDA_VISIBLE_DEVICES of the worker that comes after `worker` others and needs `count` GPUs; None: no GPU."""
     if not (config.device or "cpu").startswith("cuda") or config.backend == "ray":
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = [gpu.strip() for gpu in visible.split(",")]
+    gpus = _visible_gpus()
     return ",".join(gpus[(worker + i) % len(gpus)] for i in range(min(count, len(gpus))))
+
+
+def sharers_of(config: EngineConfig) -> int:
+    """Of so many workers each takes its part of a device's memory."""
+    if config.backend != "mp":
+        return 1
+    if not (config.device or "cpu").startswith("cuda"):
+        return config.num_workers
+    return -(-config.num_workers // max(1, len(_visible_gpus())))
+
+
+def _visible_gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return [gpu.strip() for gpu in visible.split(",")]
 
 
 def default_threads(workers: int) -> int:
