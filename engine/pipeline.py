@@ -360,15 +360,20 @@ def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
 
 
 def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
-    """By the time of a decode step of max_num_seqs sequences through one layer, and through the head."""
-    seqs = -(-config.max_num_seqs // config.num_batches)
+    """By the time of a decode step through one layer, and through the head. Of a quarter of the sequences that a batch
+    may have: it isn't full for long, and prompts, which hardly need the head, want their time, too."""
+    seqs = -(-config.max_num_seqs // (4 * config.num_batches))
     count = load_config(path).num_hidden_layers
     where, numerics = (config.dtype, config.device or "cpu"), (config.linear_route, config.exact)
     pages = seqs * (BALANCE_CONTEXT // ops.backend(torch.device(config.device or "cpu")).BLOCK + 1)
-    times = []
-    for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
-        runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)
-        times.append(decode_seconds(runner, seqs, BALANCE_CONTEXT))
+    times, before = [], torch.get_num_threads()
+    torch.set_num_threads(min(before, default_threads(config.num_workers)))  # a stage's own
+    try:
+        for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
+            runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)
+            times.append(decode_seconds(runner, seqs, BALANCE_CONTEXT))
+    finally:
+        torch.set_num_threads(before)
     layer, end = times
     return split_layers([layer] * count, max(0.0, end - layer), config.pipeline_parallel_size)
 

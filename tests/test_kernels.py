@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -260,7 +261,7 @@ print(json.dumps([LANES, digest]))
 
 
 def test_bits_do_not_depend_on_the_vector_width():
-    def digest(**env):
+    def digest(env):
         run = subprocess.run(
             [sys.executable, "-c", _DIGEST], env={**os.environ, **env}, capture_output=True, text=True, check=True
         )
@@ -268,14 +269,12 @@ def test_bits_do_not_depend_on_the_vector_width():
 
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip("narrower x86 vectors need an x86 CPU")
-    lanes, bits = digest()
-    narrow_lanes, narrow_bits = digest(
-        NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+sse,+sse2,+sse4.2,+avx,+avx2,+fma"
-    )
-    narrowest_lanes, narrowest_bits = digest(NUMBA_CPU_NAME="nehalem", NUMBA_CPU_FEATURES="+sse,+sse2,+sse4.2")
-    assert (narrow_lanes, narrowest_lanes) == (8, 4)
-    assert lanes >= 8
-    assert bits == narrow_bits == narrowest_bits
+    haswell = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse4.2,+avx,+avx2,+fma"}
+    nehalem = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse4.2"}
+    with ThreadPoolExecutor() as pool:  # each compiles for a while
+        lanes, bits = zip(*pool.map(digest, ({}, haswell, nehalem)), strict=True)
+    assert lanes[0] >= 8 and lanes[1:] == (8, 4)
+    assert len({*bits}) == 1
 
 
 def test_probe_accepts_our_product():

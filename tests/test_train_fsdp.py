@@ -123,9 +123,12 @@ def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, 
     "changes",
     [
         {"minibatches": 2, "kl_coef": 0.1, "sleep": True},
-        {"dtype": "float16", "minibatches": 2},
+        pytest.param({"dtype": "float16", "minibatches": 2}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "filter_uniform": True, "activation_checkpointing": True, "kl_coef": 0.1, "kl": "k1"},
-        {"groups_per_step": 1, "group_size": 2, "minibatches": 2, "max_tokens_per_pack": 4096},  # one sequence a pack
+        pytest.param(  # one sequence a pack
+            {"groups_per_step": 1, "group_size": 2, "minibatches": 2, "max_tokens_per_pack": 4096},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_two_ranks_resume_to_the_bit(tiny, tmp_path, changes):
