@@ -676,20 +676,10 @@ def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypa
         LLM(paths[0], replicas=2, pipeline_parallel_size=3, backend="ray", start_timeout=3.0, **SMALL)
 
 
-def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster):
-    llm = LLM(paths[0], replicas=2, backend="ray", **SMALL)
-    try:
-        outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
-        assert bits(outputs) == expected[0]
-        llm.update_weights(exact_model(paths[1]))
-        assert bits(generate(llm)) == expected[1]
-    finally:
-        llm.close()
-
-
-def test_replicas_of_two_stages_on_ray(paths, expected, ray_cluster):
-    """Four actors in two placement groups, with a CPU's share each."""
-    llm = LLM(paths[0], replicas=2, pipeline_parallel_size=2, backend="ray", **SMALL)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster, stages):
+    """Each with a placement group and an actor a stage."""
+    llm = LLM(paths[0], replicas=2, pipeline_parallel_size=stages, backend="ray", **SMALL)
     try:
         outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
         assert bits(outputs) == expected[0]

@@ -464,7 +464,7 @@ class Router:
             self._commit(update, version, recompute_running)
 
     def _commit(self, update: FanOutUpdate, version: int, recompute_running: bool) -> None:
-        calls = call_all(update.fan_out.members, "commit_update", version, recompute_running)
+        calls = update.fan_out.start("commit_update", version, recompute_running)
         self.weight_version, self.has_weights, self._stored = version, True, update.stored
         members, done = update.fan_out.members, 0
         answers = outcomes(calls, self.config.worker_timeout)

@@ -185,6 +185,6 @@ def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: f
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
     served = library_serves(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], window > 0)
     # In its deterministic mode it has an fp32 gradient of q for each of so many programs.
-    copies = -(-multiprocessors(q.device) // (len(lengths) * q.shape[1]))
+    copies = -(-multiprocessors(q.device) // max(1, len(lengths) * q.shape[1]))
     served = served and copies * 4 * q.numel() <= _MOST_BYTES
     return (_library_backward if served else _triton_backward)(q, k, v, out, lse, grad, lengths, scale, window)
