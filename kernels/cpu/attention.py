@@ -38,10 +38,10 @@ def _product(a, b, depth, c, rows, following):
     j = 0
     while columns - j >= 2 * LANES:
         matmul_two(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
-        j += 2 * LANES
+        j, ahead = j + 2 * LANES, ahead + 2 * LANES * depth * b.itemsize
     while columns - j >= LANES:
         matmul_one(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
-        j += LANES
+        j, ahead = j + LANES, ahead + LANES * depth * b.itemsize
 
 
 @inline

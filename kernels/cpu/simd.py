@@ -11,6 +11,7 @@ from what `c` holds, it may be cut anywhere along k and continued without changi
 
 import llvmlite.binding
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
@@ -36,6 +37,8 @@ PANEL_VECTORS = 3  # linear: 3 vectors of columns x 8 rows = 24 accumulators, 3 
 TILE_ROWS = 8 if REGISTERS >= 32 else 4
 PANEL = PANEL_VECTORS * LANES
 CACHE_LINE = 64
+FEW_DEPTH, MANY_DEPTH = 64, 1024  # rows of b in a block, for few and for many passes over it
+FEW_PASSES = 8
 
 
 @intrinsic
@@ -65,36 +68,45 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
-def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
-    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for `lowest` to TILE_ROWS rows;
-    addresses, and strides in elements.
+def _load_vector(builder, address, stored: str):
+    """LANES elements as fp32."""
 
-    stored: b's dtype. `ahead`: memory to fetch meanwhile, `lines` cache lines for each k: few rows wait for memory
-    otherwise.
+    def load(type_, align):
+        value = builder.load(builder.inttoptr(address, type_.as_pointer()))
+        value.align = align
+        return value
+
+    vector = ir.VectorType(_F32, LANES)
+    if stored == "float32":
+        return load(vector, 4)
+    if stored == "float16":
+        return builder.fpext(load(ir.VectorType(_F16, LANES), 2), vector)
+    wide = builder.zext(load(ir.VectorType(_I16, LANES), 2), ir.VectorType(_I32, LANES))
+    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
+
+
+def _store_vector(builder, value, address):
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
+
+
+def _address(builder, base, *terms):
+    for index, scale in terms:
+        base = builder.add(base, builder.mul(index, _I64(scale)))
+    return base
+
+
+def _make_tile(vectors: int, stored: str):
+    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows; addresses, and
+    strides in elements.
+
+    stored: b's dtype. `ahead`: memory to fetch meanwhile, `step` bytes at a time, as often for each k as a row of b has
+    cache lines: few rows wait for memory otherwise.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
+    lines = -(-size_b * vectors * LANES // CACHE_LINE)
 
-    def emit(builder, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
-        def address(base, *terms):
-            for index, scale in terms:
-                base = builder.add(base, builder.mul(index, _I64(scale)))
-            return base
-
-        def load(pointer, type_, align):
-            value = builder.load(builder.inttoptr(pointer, type_.as_pointer()))
-            value.align = align
-            return value
-
-        def load_b(pointer):
-            if stored == "float32":
-                return load(pointer, vector, 4)
-            if stored == "float16":
-                return builder.fpext(load(pointer, ir.VectorType(_F16, LANES), 2), vector)
-            half = load(pointer, ir.VectorType(_I16, LANES), 2)
-            wide = builder.zext(half, ir.VectorType(_I32, LANES))
-            return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
-
+    def emit(builder, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step):
         multiply_add = builder.module.declare_intrinsic(
             f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
         )
@@ -102,28 +114,31 @@ def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
         prefetch = builder.module.declare_intrinsic(
             "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
         )
-        row_a = [address(a, (stride_a, 4 * r)) for r in range(rows)]
-        cells = [[address(c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)]
-        start = [[load(cells[r][j], vector, 4) for j in range(vectors)] for r in range(rows)]
+        row_a = [_address(builder, a, (stride_a, 4 * r)) for r in range(rows)]
+        cells = [
+            [_address(builder, c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)
+        ]
+        start = [[_load_vector(builder, cells[r][j], "float32") for j in range(vectors)] for r in range(rows)]
 
         entry = builder.block
         loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
         builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
 
         builder.position_at_end(loop)
-        k = builder.phi(_I64)
+        k, line = builder.phi(_I64), builder.phi(_I64)
         k.add_incoming(_I64(0), entry)
+        line.add_incoming(ahead, entry)
         acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
         row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
-        columns = [load_b(builder.add(row_b, _I64(j * LANES * size_b))) for j in range(vectors)]
-        for number in range(lines):
-            line = builder.add(ahead, builder.mul(k, _I64(min(lines * CACHE_LINE, size_b * vectors * LANES))))
-            line = builder.inttoptr(builder.add(line, _I64(number * CACHE_LINE)), pointer)
-            builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into L2
+        columns = [_load_vector(builder, builder.add(row_b, _I64(j * LANES * size_b)), stored) for j in range(vectors)]
+        next_line = line
+        for _ in range(lines):  # to read, into L1
+            builder.call(prefetch, [builder.inttoptr(next_line, pointer), _I32(0), _I32(3), _I32(1)])
+            next_line = builder.add(next_line, step)
         offset = builder.mul(k, _I64(4))
         after = []
         for r in range(rows):
-            scalar = load(builder.add(row_a[r], offset), _F32, 4)
+            scalar = builder.load(builder.inttoptr(builder.add(row_a[r], offset), _F32.as_pointer()))
             single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
             broadcast = builder.shuffle_vector(
                 single, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
@@ -131,6 +146,7 @@ def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
             after.append([builder.call(multiply_add, [broadcast, columns[j], acc[r][j]]) for j in range(vectors)])
         following = builder.add(k, _I64(1))
         k.add_incoming(following, loop)
+        line.add_incoming(next_line, loop)
         builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
 
         builder.position_at_end(done)
@@ -144,15 +160,14 @@ def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
                 after[r][j] = result
         for r in range(rows):
             for j in range(vectors):
-                store = builder.store(after[r][j], builder.inttoptr(cells[r][j], vector.as_pointer()))
-                store.align = 4
+                _store_vector(builder, after[r][j], cells[r][j])
 
     @intrinsic
-    def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead):
+    def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step):
         def codegen(context, builder, signature, args):
             end = builder.append_basic_block("tile_end")
             choice = builder.switch(args[0], end)
-            for rows in range(lowest, TILE_ROWS + 1):
+            for rows in range(1, TILE_ROWS + 1):
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(_I64(rows), block)
                 builder.position_at_end(block)
@@ -161,39 +176,67 @@ def _make_tile(vectors: int, stored: str, lines: int, lowest: int):
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), codegen
+        return types.void(*[types.int64] * 10), codegen
 
     return tile_op
+
+
+def _make_widen(vectors: int, stored: str):
+    """One row of b, `vectors * LANES` halves, as fp32; addresses."""
+
+    @intrinsic
+    def widen_op(typingctx, source, destination):
+        def codegen(context, builder, signature, args):
+            for j in range(vectors):
+                wide = _load_vector(builder, builder.add(args[0], _I64(2 * LANES * j)), stored)
+                _store_vector(builder, wide, builder.add(args[1], _I64(4 * LANES * j)))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return widen_op
 
 
 def _row_tiles(vectors: int, stored: str):
     """Any number of rows by `vectors * LANES` columns, in as few passes as TILE_ROWS allow, of about equal heights.
 
-    Passes fetch what is read after b: the first all that the others, with a line for each k, leave to do.
+    All passes go over a block of b, which stays in L1, before the next; several passes widen halves once. The first
+    passes fetch the next block.
     """
     size = 4 if stored == "float32" else 2
-    lines = -(-size * vectors * LANES // CACHE_LINE)
-    half = TILE_ROWS // 2  # several passes are no lower
-    one_line, two_lines, three_lines = (_make_tile(vectors, stored, n, 1 if n == lines else half) for n in (1, 2, 3))
+    width = vectors * LANES
+    tile, wide_tile = _make_tile(vectors, stored), _make_tile(vectors, "float32")
+    widen = _make_widen(vectors, stored)
+    halves = size == 2
 
     def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
         address = b.ctypes.data + size * offset
-        end = ahead + size * vectors * LANES * depth
         passes = -(-rows // TILE_ROWS)
-        todo = lines - passes + 1
-        for i in range(passes):
-            height = rows // passes + (1 if i < rows % passes else 0)
-            where = ahead if ahead < end else address
-            if lines == 3 and todo == 3:
-                three_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
-            elif lines >= 2 and todo == 2:
-                two_lines(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
-            else:
-                one_line(height, a, stride_a, address, stride_b, depth, c, stride_c, where)
-            ahead += CACHE_LINE * max(todo, 1) * depth
-            a += 4 * height * stride_a
-            c += 4 * height * stride_c
-            todo = 1
+        block = FEW_DEPTH if passes <= FEW_PASSES else MANY_DEPTH
+        fetching = min(passes, FEW_PASSES)
+        lines = -(-(size if passes == 1 else 4) * width // CACHE_LINE)  # that a tile fetches for each k
+        scratch = np.empty((min(block, depth) if halves and passes > 1 else 0, width), np.float32)
+        for k in range(0, depth, block):
+            part = min(block, depth - k)
+            here, stride = address + size * stride_b * k, stride_b
+            following = here + size * stride_b * part if k + part < depth else ahead
+            if halves and passes > 1:
+                for row in range(part):
+                    widen(here + size * stride_b * row, scratch.ctypes.data + 4 * width * row)
+                here, stride = scratch.ctypes.data, width
+            step = -(-size * width // (fetching * lines))
+            tile_a, tile_c = a + 4 * k, c
+            for i in range(passes):
+                height = rows // passes + (1 if i < rows % passes else 0)
+                if halves and passes == 1:
+                    tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step)
+                else:
+                    wide_tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step)
+                following += step * lines * part
+                if i + 1 == fetching:
+                    following, step = here, 0
+                tile_a += 4 * height * stride_a
+                tile_c += 4 * height * stride_c
 
     product.__qualname__ = f"product_{vectors}_{stored}"  # numba names the machine code after it, cached code, too
     return product
