@@ -111,9 +111,11 @@ class Stage(UpdateMember):
 
     def connect(self, address: str, port: int) -> None:
         """Joins the group over which hidden states go."""
-        hidden = self.model.config.hidden_size
-        room = torch.empty(self.config.max_num_batched_tokens, hidden, dtype=self.model.dtype, device=self.model.device)
-        self._link = _Link(address, port, self.rank, self.stages, self.config.worker_timeout, room)
+        model, config = self.model, self.config
+        count = config.num_batches if model.device.type == "cpu" else 1  # see `_Link.expect`
+        shape = count, config.max_num_batched_tokens, model.config.hidden_size
+        rooms = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self._link = _Link(address, port, self.rank, self.stages, config.worker_timeout, rooms)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -200,31 +202,41 @@ class Stage(UpdateMember):
 
 
 class _Link:
-    """Hidden states from the stage before to the stage after."""
+    """Hidden states from the stage before to the stage after.
 
-    def __init__(self, address: str, port: int, rank: int, stages: int, timeout: float, room: Tensor):
-        backend = "nccl" if room.device.type == "cuda" else "gloo"
-        self._group = new_backend(f"{address}:{port}", rank, stages, "pipeline", backend, timeout)
-        self._rank, self._limit, self._room = rank, timedelta(seconds=timeout), room
+    rooms [n, tokens, hidden]: where they come in, in turn: one for each batch under way, or a single one on a GPU,
+    whose stream fills it when it has been read.
+    """
+
+    def __init__(self, address: str, port: int, rank: int, stages: int, timeout: float, rooms: Tensor):
+        self._early = rooms.device.type == "cpu"
+        where, kind = f"{address}:{port}", "gloo" if self._early else "nccl"
+        self._group = new_backend(where, rank, stages, "pipeline", kind, timeout)
+        self._rank, self._limit, self._rooms = rank, timedelta(seconds=timeout), itertools.cycle(rooms)
         self._coming: deque[tuple[dist.Work, Tensor]] = deque()
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def expect(self, tokens: int) -> None:
         """Lets the stage before send. Over gloo it sends nothing to who isn't ready, and may be slow to notice that he
         is, since it computes; over nccl a receive would hold a part of the GPU."""
-        if self._room.device.type == "cpu":
+        if self._early:
             with contextlib.suppress(RuntimeError):  # the other has died; `receive` says so
-                self._post(torch.empty_like(self._room[:tokens]))
+                self._post(tokens)
 
-    def _post(self, room: Tensor) -> None:
+    def _post(self, tokens: int) -> None:
+        room = next(self._rooms)[:tokens]
         self._coming.append((self._group.recv([room], self._rank - 1, 0), room))
 
     def receive(self, tokens: int) -> Tensor:
-        """[tokens, hidden], the next in order; on a GPU in a buffer that the next call fills again."""
+        """[tokens, hidden], the next in order."""
         if not self._coming:
-            self._post(self._room[:tokens])
+            self._post(tokens)
         work, hidden = self._coming.popleft()
-        self._wait(work, f"hidden states of stage {self._rank - 1}")
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            limit, what = self._limit.total_seconds(), f"hidden states of stage {self._rank - 1}"
+            raise WorkerError(f"{what} did not come within {limit:g} s, or its process died: {error}") from error
         return hidden
 
     def send(self, hidden: Tensor) -> None:
@@ -233,13 +245,6 @@ class _Link:
             self._sending.popleft()
         hidden = hidden.contiguous()
         self._sending.append((self._group.send([hidden], self._rank + 1, 0), hidden))
-
-    def _wait(self, work: dist.Work, what: str) -> None:
-        try:
-            work.wait(self._limit)
-        except RuntimeError as error:
-            limit = self._limit.total_seconds()
-            raise WorkerError(f"{what} did not come within {limit:g} s, or its process died: {error}") from error
 
 
 class Pipeline:
