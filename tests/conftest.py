@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: test_triton.py runs GPU kernels on the CPU
 
@@ -8,6 +9,10 @@ import pytest
 import torch
 
 from models import make_checkpoint
+
+
+def pytest_configure():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are started without
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ PANEL_VECTORS = 3  # linear: 3 vectors of columns x 8 rows = 24 accumulators, 3 
 TILE_ROWS = 8 if REGISTERS >= 32 else 4
 PANEL = PANEL_VECTORS * LANES
 CACHE_LINE = 64
-FEW_DEPTH, MANY_DEPTH = 64, 1024  # rows of b in a block, for few and for many passes over it
+FEW_DEPTH, MANY_DEPTH = 96, 1024  # rows of b in a block, for few and for many passes over it
 FEW_PASSES = 8
 
 
@@ -99,14 +99,14 @@ def _make_tile(vectors: int, stored: str):
     """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows; addresses, and
     strides in elements.
 
-    stored: b's dtype. `ahead`: memory to fetch meanwhile, `step` bytes at a time, as often for each k as a row of b has
-    cache lines: few rows wait for memory otherwise.
+    stored: b's dtype. Few rows wait for memory, so each k fetches as many lines as a row of b has, from streams `gap`
+    bytes apart that start at `ahead` and advance by `step`: a core's prefetcher looks ahead in each.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
     lines = -(-size_b * vectors * LANES // CACHE_LINE)
 
-    def emit(builder, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step):
+    def emit(builder, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step, gap):
         multiply_add = builder.module.declare_intrinsic(
             f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
         )
@@ -131,10 +131,10 @@ def _make_tile(vectors: int, stored: str):
         acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
         row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
         columns = [_load_vector(builder, builder.add(row_b, _I64(j * LANES * size_b)), stored) for j in range(vectors)]
-        next_line = line
-        for _ in range(lines):  # to read, into L1
-            builder.call(prefetch, [builder.inttoptr(next_line, pointer), _I32(0), _I32(3), _I32(1)])
-            next_line = builder.add(next_line, step)
+        for j in range(lines):  # to read, into L1
+            there = builder.add(line, builder.mul(gap, _I64(j)))
+            builder.call(prefetch, [builder.inttoptr(there, pointer), _I32(0), _I32(3), _I32(1)])
+        next_line = builder.add(line, step)
         offset = builder.mul(k, _I64(4))
         after = []
         for r in range(rows):
@@ -163,7 +163,7 @@ def _make_tile(vectors: int, stored: str):
                 _store_vector(builder, after[r][j], cells[r][j])
 
     @intrinsic
-    def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step):
+    def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step, gap):
         def codegen(context, builder, signature, args):
             end = builder.append_basic_block("tile_end")
             choice = builder.switch(args[0], end)
@@ -176,7 +176,7 @@ def _make_tile(vectors: int, stored: str):
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 10), codegen
+        return types.void(*[types.int64] * 11), codegen
 
     return tile_op
 
@@ -225,16 +225,17 @@ def _row_tiles(vectors: int, stored: str):
                     widen(here + size * stride_b * row, scratch.ctypes.data + 4 * width * row)
                 here, stride = scratch.ctypes.data, width
             step = -(-size * width // (fetching * lines))
+            gap = step * fetching * part
             tile_a, tile_c = a + 4 * k, c
             for i in range(passes):
                 height = rows // passes + (1 if i < rows % passes else 0)
                 if halves and passes == 1:
-                    tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step)
+                    tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step, gap)
                 else:
-                    wide_tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step)
-                following += step * lines * part
+                    wide_tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step, gap)
+                following += step * part
                 if i + 1 == fetching:
-                    following, step = here, 0
+                    following, step, gap = here, 0, 0
                 tile_a += 4 * height * stride_a
                 tile_c += 4 * height * stride_c
 
