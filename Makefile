@@ -29,10 +29,10 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest --ignore=tests/test_server_clients.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/test_server_clients.py
 
 test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'

@@ -4,6 +4,8 @@ import os
 import signal
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: test_triton.py runs GPU kernels on the CPU
+if "PYTEST_XDIST_WORKER" in os.environ:  # pytest's own processes share the cores; tests of threads ask for two
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -45,7 +47,7 @@ def ray_cluster():
     """A local Ray with room for several small workers on any machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
