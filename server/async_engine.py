@@ -93,7 +93,7 @@ class AsyncEngine:
     def __init__(self, llm: LLM, max_waiting: int = 1024, on_step: Callable[[float], None] = lambda seconds: None):
         self.llm = llm
         self.tokenization = Tokenization(llm)
-        self.capacity = llm.config.max_num_seqs + max_waiting
+        self.capacity = llm.config.max_num_seqs * llm.config.replicas + max_waiting
         self.on_step = on_step
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
@@ -128,7 +128,7 @@ class AsyncEngine:
         while not self._stopping:
             try:
                 self._turn()
-            except Exception as error:
+            except BaseException as error:  # whatever ends a step, the thread must live
                 logger.exception("the engine failed in a step; its requests fail with it")
                 self._fail_all(error)
 
@@ -158,7 +158,7 @@ class AsyncEngine:
             except Exception:  # the thread must live
                 logger.exception("a command of the server failed")
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
         try:
             for request_id in list(self.llm.unfinished_request_ids):
@@ -260,11 +260,11 @@ class AsyncEngine:
         if not self.generations:
             self._idle.set()
 
-    def _deliver_failure(self, error: Exception) -> None:
+    def _deliver_failure(self, error: BaseException) -> None:
         for generation in list(self.generations.values()):
             self._end(generation, error)
 
-    def _end(self, generation: Generation, error: Exception) -> None:
+    def _end(self, generation: Generation, error: BaseException) -> None:
         for engine_id in list(generation.unfinished):
             self._release(engine_id)
         generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))

@@ -250,7 +250,7 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "pp_size": config.pipeline_parallel_size,
         "dp_size": config.replicas,
         "max_total_num_tokens": llm.core.capacity,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": config.max_num_seqs * config.replicas,
         "context_length": llm.max_model_len,
         "weight_version": server.updates.label,
         "logprobs_mode": LOGPROBS_MODE,

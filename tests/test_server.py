@@ -546,16 +546,17 @@ def test_a_full_queue_is_a_503_with_retry_after(path):
         server.idle()
 
 
-def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, SystemExit], ids=lambda e: e.__name__)
+def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monkeypatch, error):
     def fail(plan, hidden):
-        raise MemoryError("no more")
+        raise error("no more")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.llm.core.runner, "run", fail)
         response = server.post("/v1/completions", {"prompt": "x"})
-        assert (response.status_code, response.json()["message"]) == (500, "MemoryError: no more")
+        assert (response.status_code, response.json()["message"]) == (500, f"{error.__name__}: no more")
         stream = server.post("/v1/completions", {"prompt": "x", "stream": True})
-        assert "MemoryError: no more" in events(stream.text)[-1]["error"]["message"]
+        assert f"{error.__name__}: no more" in events(stream.text)[-1]["error"]["message"]
     server.ok("/v1/completions", {"prompt": "x"})
 
 
