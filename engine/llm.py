@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from torch import nn
 from tqdm import tqdm
 
 from ..model.checkpoint import resolve
@@ -18,7 +19,7 @@ from .interrupts import deferred_interrupt
 from .outputs import EngineStats, RequestOutput
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .transfer import DEFAULT_TIMEOUT
+from .transfer import DEFAULT_TIMEOUT, gathering
 from .weights import Source, WeightUpdate
 
 
@@ -200,7 +201,13 @@ class LLM:
         deadline = time.monotonic() + self.config.start_timeout
         while not self.core.settled and time.monotonic() < deadline:
             time.sleep(0.05)
-        update = self.begin_weight_update()
+        try:
+            update = self.begin_weight_update()
+        except BaseException:
+            if isinstance(source, nn.Module):  # other ranks gather, and none may wait for this one
+                with gathering(self.core.table.state_of(source)):
+                    pass
+            raise
         update.load(source, self.contract)
         return self.commit_weight_update(update, version, recompute_running)
 

@@ -123,6 +123,9 @@ def fail_alone(config: TrainConfig, out_file: str) -> None:
     attempt(lambda: save_weights(trainer.model, config.output_dir / "model"))
     os.fsync = fsync
     attempt(trainer.step)
+    if trainer.rank == 0:
+        trainer.llm.begin_weight_update = lambda: 1 / 0
+    attempt(trainer.sync)
     every: list = [None] * trainer.world
     dist.all_gather_object(every, seen)
     if trainer.rank == 0:

@@ -64,8 +64,7 @@ class Trainer:
         if llm is not None:
             if ignored := config.engine.keys() - {"exact", "linear_route"}:
                 raise ValueError(f"a given engine has its own settings; leave out engine={sorted(ignored)}")
-            with together():
-                llm.update_weights(self.model)
+            self.sync()
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()
@@ -136,8 +135,7 @@ class Trainer:
                 self.optimizer.zero_grad()
         with self._timed("sync"):
             if norms:
-                with together():
-                    self.llm.update_weights(self.model)
+                self.sync()
             if config.sleep:
                 self.llm.wake_up()
         self.steps_done += 1
@@ -147,6 +145,11 @@ class Trainer:
             "loss_scale": self.loss_scale,
         }
         return metrics | self._speed(rollouts)
+
+    def sync(self) -> None:
+        """Gives the engine the model's weights."""
+        with together():
+            self.llm.update_weights(self.model)
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[Minibatch]:
         """Equal parts of what is trained on, one for each update, and last what is left out."""
