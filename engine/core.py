@@ -48,11 +48,12 @@ class EngineCore:
         most = -(-self.max_model_len // block_size) * config.max_num_seqs
         self.pipeline = Pipeline(path, config, most, placement, sharers)
         self.contract, self.eos_token_ids = self.pipeline.contract, self.pipeline.eos_token_ids
+        self.table = self.pipeline.table
         self.weight_bytes, self.kv_cache_bytes = self.pipeline.weight_bytes, self.pipeline.kv_cache_bytes
         self.planner = Planner(self.pipeline.model_config, device)
         self.weight_version = 0
         self.has_weights = self.has_kv_cache = True
-        self._stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
+        self.stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
         blocks = BlockManager(self.pipeline.num_blocks, block_size)
         blocks.reset_prefix_cache(self._salt())
         self._depth = 2 if config.overlaps else config.num_batches
@@ -246,7 +247,7 @@ class EngineCore:
         if len(self.pipeline.stages.members) == 1:
             self.pipeline.first.begin_update()
             return self.pipeline.first.update
-        return FanOutUpdate(self.pipeline.stages, self.pipeline.table)
+        return FanOutUpdate(self.pipeline.stages, self.table)
 
     def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
         update.check_complete()
@@ -260,7 +261,7 @@ class EngineCore:
                 except Exception as error:  # half of the stages have new weights
                     self.failure = f"{type(error).__name__}: {error}"
                     raise
-            self.weight_version, self.has_weights, self._stored = version, True, update.stored
+            self.weight_version, self.has_weights, self.stored = version, True, update.stored
             keep = () if recompute_running else [r for r in self.requests.values() if not r.partly_scored]
             self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
             for request in self.requests.values():
@@ -269,7 +270,7 @@ class EngineCore:
 
     def adopt(self, version: int, stored: StoredWeights | None) -> None:
         """Names the weights that are to come, while there are none."""
-        self.weight_version, self._stored = version, stored
+        self.weight_version, self.stored = version, stored
         self.reset_prefix_cache()
 
     settled = True  # nothing has to come up before an update can begin
@@ -314,16 +315,20 @@ class EngineCore:
             self.has_weights, freed = False, freed + self.weight_bytes
         return freed
 
+    def _check_stored(self, stored: StoredWeights) -> None:
+        if not stored.unchanged:
+            raise WeightUpdateError(
+                f"the files in {stored.path} have changed since weight version {self.weight_version} was read from "
+                "them; update the weights to wake up"
+            )
+
     def wake_up(self, tags: Sequence[str]) -> None:
-        if "weights" in tags and not self.has_weights and self._stored is not None:
-            if not self._stored.unchanged:
-                raise WeightUpdateError(
-                    f"the files in {self._stored.path} have changed since weight version {self.weight_version} was "
-                    "read from them; update the weights to wake up"
-                )
+        if "weights" in tags and not self.has_weights and self.stored is not None:
+            self._check_stored(self.stored)
             stages, limit = self.pipeline.stages, self.config.start_timeout
             stages.all("begin_update")
-            stages.all("load_update", str(self._stored.path), timeout=limit)
+            stages.all("load_update", str(self.stored.path), timeout=limit)
+            self._check_stored(self.stored)
             stages.all("commit_update")
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:

@@ -338,11 +338,14 @@ class Pipeline:
         """The tokens of the oldest step under way."""
         limit = self.config.worker_timeout * max(1, len(self._flights))
         calls = self._flights.popleft()
-        done, _ = wait([future for _, future in calls], limit, FIRST_EXCEPTION)
+        _, late = wait([future for _, future in calls], limit, FIRST_EXCEPTION)
         for _, future in calls:
-            if future in done:
+            if future not in late:
                 future.result()
-        tokens = results(calls, limit if len(done) == len(calls) else 0)[-1]
+        if late:
+            name = next(name for name, future in calls if future in late)
+            raise WorkerError(f"{name} did not answer within {limit:g} s")
+        tokens = calls[-1][1].result()
         return tokens.wait() if isinstance(tokens, Drawn) else tokens
 
     def close(self) -> None:

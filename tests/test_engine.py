@@ -29,6 +29,7 @@ from samebits.engine import VersionSpan
 from samebits.engine.model_runner import ModelRunner
 from samebits.engine.request import Request, Sample, SampledToken
 from samebits.model import make_exact
+from samebits.model.checkpoint import StoredWeights
 from samebits.trainer import exact_model, token_logprobs
 
 from models import AWKWARD, make_checkpoint
@@ -1490,7 +1491,7 @@ def test_running_out_of_memory_makes_steps_smaller_or_ends_one_request(checkpoin
     assert [c.logprobs for c in outs[1].completions] == [c.logprobs for c in expected[1].completions]
 
 
-def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, tmp_path):
+def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, tmp_path, monkeypatch):
     """After sleep(2), another checkpoint in the place of the one that served would wake up under its version."""
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
@@ -1505,6 +1506,13 @@ def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, 
         llm.wake_up()
     assert not llm.has_weights
     llm.update_weights(path)
+    llm.sleep(2)
+    with monkeypatch.context() as patch:
+        answers = iter([True, False])  # another checkpoint comes while this one is read
+        patch.setattr(StoredWeights, "unchanged", property(lambda _: next(answers)))
+        with pytest.raises(WeightUpdateError, match="have changed since weight version 1"):
+            llm.wake_up()
+    assert not llm.has_weights
     llm.wake_up()
     assert llm.has_weights
     assert llm.weight_checksums() != before

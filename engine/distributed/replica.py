@@ -100,7 +100,7 @@ class Replica(UpdateMember):
     def describe(self) -> ReplicaInfo:
         core = self.core
         sizes = core.weight_bytes, core.kv_cache_bytes, core.pipeline.stage_kv_bytes
-        return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.pipeline.table, *sizes)
+        return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.table, *sizes)
 
     @property
     def working(self) -> bool:
@@ -142,18 +142,19 @@ class Replica(UpdateMember):
     def begin_update(self) -> None:
         self.update = self.core.begin_weight_update()
 
-    def commit_update(self, version: int, recompute_running: bool) -> None:
+    def commit_update(self, version: int, recompute_running: bool, stored: StoredWeights | None = None) -> None:
+        self.update.stored = stored or self.update.stored
         self.core.commit_weight_update(self.update, version, recompute_running)
         self.begin_update()
 
     def addresses(self) -> list[tuple[str, int]]:
         return self.core.pipeline.stages.all("free_address")
 
-    def send_weights(self, addresses: list[tuple[str, int]]) -> int:
-        """To the stages of another replica; returns the version."""
+    def send_weights(self, addresses: list[tuple[str, int]]) -> tuple[int, StoredWeights | None]:
+        """To the stages of another replica; returns the version, and where it is stored."""
         with self._occupied():
             self.core.pipeline.each("send_weights", addresses)
-        return self.core.weight_version
+        return self.core.weight_version, self.core.stored
 
     def adopt(self, version: int, stored: StoredWeights | None) -> None:
         """Becomes a replica that sleeps without the weights of this version, which are stored there, if anywhere."""

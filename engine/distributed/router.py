@@ -14,7 +14,7 @@ import pathlib
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -52,9 +52,9 @@ class _Handle:
         self.peer: Peer | None = None
         self.placement: Any = None
         self.requests: dict[int, Request] = {}  # by the serial number of their assignment
+        self.received: set[int] = set()  # of these, those that the replica is known to have got
         self.stats: EngineStats | None = None
         self.failed_starts = 0
-        self.waits_for_room = False  # on a Ray cluster
         self.beat: tuple[int, float] = (-1, 0.0)
 
     @property
@@ -82,7 +82,7 @@ class Router:
         self.paused = False
         self._stored: StoredWeights | None = StoredWeights.at(path)
         self._unassigned: dict[str, Request] = {}
-        self._moves: dict[str, int] = {}
+        self._moves: dict[str, float] = defaultdict(float)
         self._progressed: dict[str, Request] = {}
         self._affinity: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's start -> replica
         self._events: queue.SimpleQueue = queue.SimpleQueue()
@@ -103,6 +103,7 @@ class Router:
         self.room = min(i.capacity for i in infos)  # tokens that each replica's KV cache holds
         self.capacity = sum(i.capacity for i in infos)
         self.contract, self.eos_token_ids = self.info.contract, self.info.eos_token_ids
+        self.table = self.info.table
         self.weight_bytes = sum(i.weight_bytes for i in infos)
         self.kv_cache_bytes = sum(i.kv_cache_bytes for i in infos)
         threading.Thread(target=self._watch, name="health", daemon=True).start()
@@ -156,11 +157,9 @@ class Router:
             where = None
             if config.backend == "ray":
                 if handle.placement is None:
-                    handle.waits_for_room = True
                     handle.placement = ray_backend.place(
                         config.pipeline_parallel_size, self.threads, config.device or "cpu", config.start_timeout
                     )
-                    handle.waits_for_room = False
                 where = handle.placement, 0
             limit = config.start_timeout
             stages = config.pipeline_parallel_size
@@ -254,13 +253,15 @@ class Router:
         self._drop_fan_out()
         handle.stats = None
         requests, handle.requests = handle.requests, {}
+        received, handle.received = handle.received, set()
         self._start(handle)
-        for request in requests.values():
-            self._moves[request.request_id] = moves = self._moves.get(request.request_id, 0) + 1
-            if moves < MAX_MOVES:
+        for serial, request in requests.items():
+            # one that was dead before it got the request counts less: all may have died together
+            self._moves[request.request_id] += 1.0 if serial in received else 1 / len(self.handles)
+            if self._moves[request.request_id] < MAX_MOVES:
                 self._assign(request)
             else:
-                self._finish(request, "error", f"{moves} replicas died while they worked on it")
+                self._finish(request, "error", "replicas died, one after the other, while they worked on it")
 
     def _admit(self, handle: _Handle, version: int | None) -> None:
         """Lets a new replica serve, once it has the weights in force. version: what it has; None: the checkpoint that
@@ -276,7 +277,7 @@ class Router:
                 self.has_weights = False
                 logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
             elif donor is not None or not first:
-                arguments = handle, donor, self._stored and self._stored.path, self.weight_version
+                arguments = handle, donor, self._stored, self.weight_version
                 threading.Thread(target=self._bring_into_step, args=arguments, daemon=True).start()
                 return
         handle.state, handle.failed_starts = "serving", 0
@@ -293,20 +294,23 @@ class Router:
         for request in waiting.values():
             self._assign(request)
 
-    def _bring_into_step(self, handle: _Handle, donor: Peer | None, path: pathlib.Path | None, version: int) -> None:
+    def _bring_into_step(self, handle: _Handle, donor: Peer | None, stored: StoredWeights | None, version: int) -> None:
         """In a thread: gives a new replica the weights in force, from another that serves, or where they were read."""
         peer, limit = handle.peer, self.config.start_timeout
         assert peer is not None
         try:
             if donor is None:
+                assert stored is not None
                 results([(handle.name, peer.call("begin_update"))], limit)
-                results([(handle.name, peer.call("load_update", str(path)))], limit)
+                results([(handle.name, peer.call("load_update", str(stored.path)))], limit)
+                if not stored.unchanged:
+                    raise WeightUpdateError(f"the files in {stored.path} changed while they were read")
             else:
                 addresses = results([(donor.name, donor.call("addresses"))], limit)[0]
                 sent = donor.call("send_weights", addresses)
                 taken = peer.call("take_weights", addresses)
-                version, _ = results([(donor.name, sent), (handle.name, taken)], limit)
-            results([(handle.name, peer.call("commit_update", version, True))], limit)
+                (version, stored), _ = results([(donor.name, sent), (handle.name, taken)], limit)
+            results([(handle.name, peer.call("commit_update", version, True, stored))], limit)
             self._events.put((handle, "in step", version))
         except Exception as error:
             peer.kill()
@@ -328,7 +332,7 @@ class Router:
             self._unassigned[request.request_id] = request
             return
         request.serial = serial = next(self._serials)
-        handle.requests[serial] = request
+        handle.requests[serial], received = request, handle.received
         try:
             assert handle.peer is not None
             future = handle.peer.call("submit", request)
@@ -338,7 +342,9 @@ class Router:
 
         def check(done: Future) -> None:
             error = done.exception()
-            if error is not None and not isinstance(error, WorkerError):
+            if error is None:
+                received.add(serial)
+            elif not isinstance(error, WorkerError):
                 self._events.put((handle, "refused", (serial, error)))
 
         future.add_done_callback(check)
@@ -378,6 +384,7 @@ class Router:
     def _forget(self, request: Request) -> None:
         for handle in self.handles:
             handle.requests.pop(request.serial, None)
+            handle.received.discard(request.serial)
         self._unassigned.pop(request.request_id, None)
         self._moves.pop(request.request_id, None)
         self.requests.pop(request.request_id, None)
@@ -414,9 +421,9 @@ class Router:
 
     @property
     def settled(self) -> bool:
-        """Does no replica start? What is to reach all of them waits for that, but not for room on a cluster."""
+        """Does no replica start? What is to reach all of them waits for that."""
         self._pump()
-        return all(h.state != "starting" or h.waits_for_room for h in self.handles)
+        return all(h.state != "starting" for h in self.handles)
 
     def members(self) -> FanOut:
         """The replicas that serve."""
@@ -452,7 +459,7 @@ class Router:
     def begin_weight_update(self) -> FanOutUpdate:
         if not self.settled:
             raise WeightUpdateError("a replica is starting; send the update again when it serves")
-        return FanOutUpdate(self.members(), self.info.table)
+        return FanOutUpdate(self.members(), self.table)
 
     def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
         """Prepared by all, or refused. Then there is no way back: who fails is started again with the new version."""

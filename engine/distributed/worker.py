@@ -407,7 +407,8 @@ def _end_with_parent() -> None:
 def main() -> None:
     """A child process: `work`'s arguments are its own, but for the key, which comes over standard input; the process
     ends with that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to take, which ends its children in time
+        signal.signal(number, signal.SIG_IGN)
     secret = sys.stdin.buffer.readline().decode().strip()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
