@@ -134,8 +134,8 @@ def _banned(draw: Draw) -> list[int]:
 class Drawn:
     """What a step sampled and scored, on its way from the device: nobody waits for it but `wait`.
 
-    numbers f64 [draws, 2 or 3]: token id, log-prob and, if a draw asks for it, the log-prob before temperature and
-    filters. best: of a draw that asks for it, its rank, and its alternatives' ids and log-probs if any.
+    numbers f64 [draws, 2 to 4]: token id, log-prob and, if a draw asks for it, the log-prob before temperature and
+    filters, and the rank. best: the alternatives' ids and log-probs of a draw that asks for them.
     """
 
     def __init__(self, numbers: Tensor, best: dict[int, tuple[Tensor, ...]]):
@@ -149,11 +149,10 @@ class Drawn:
         """log-probs are NaN where the logits aren't finite."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens = [SampledToken(int(token), *logprobs) for token, *logprobs in self._numbers.tolist()]
-        for i, (rank, *alternatives) in self._best.items():
-            tokens[i].rank = int(rank)
-            if alternatives:
-                tokens[i].top_logprobs = dict(zip(*(t.tolist() for t in alternatives), strict=True))
+        rows = self._numbers.tolist()
+        tokens = [SampledToken(int(t), logprob, *raw[:1], *map(int, raw[1:])) for t, logprob, *raw in rows]
+        for i, alternatives in self._best.items():
+            tokens[i].top_logprobs = dict(zip(*(t.tolist() for t in alternatives), strict=True))
         return tokens
 
 
@@ -298,18 +297,23 @@ class ModelRunner:
         counters = plan.seeds[part], plan.sample_indices[part], plan.positions[part]
         fields, thresholds = ops.distribution(logits, params, tokens, *counters)
         columns = [tokens.double(), fields[:, 0].float().double()]
-        if any(plan.raw):
+        ranked = max(plan.top) >= 0
+        if any(plan.raw) or ranked:
+            columns.append(torch.zeros_like(columns[1]))
+        if any(plan.raw[part]):
             wanted = ops.to_device(np.flatnonzero(plan.raw[part]), device)
             plain, _ = ops.distribution(logits[wanted], ops.RowParams.repeat(len(wanted)), tokens[wanted])
-            columns.append(torch.zeros_like(columns[1]).index_copy_(0, wanted, plain[:, 0].float().double()))
+            columns[2].index_copy_(0, wanted, plain[:, 0].float().double())
         for i, count in enumerate(plan.top[part]):
-            if count >= 0:
+            if count >= 0 and params.banned[i]:
                 logits[i].index_fill_(0, ops.to_device(np.array(params.banned[i], np.int64), device), -torch.inf)
-                found = [1 + (logits[i] > logits[i].gather(0, tokens[i, None])).sum()]
-                if count > 0:
-                    logp = logits[i] / (params.temperature[i] or 1.0)
-                    logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
-                    values, ids = logp.topk(min(count, logp.numel()))
-                    found += [ids, values]
-                best[part.start + i] = tuple(found)
+            if count > 0:
+                # by a tensor: by a number, CUDA multiplies with its reciprocal
+                logp = logits[i] / logits.new_full((), params.temperature[i] or 1.0)
+                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
+                values, ids = logp.topk(min(count, logp.numel()))
+                best[part.start + i] = ids, values
+        if ranked:
+            drawn = tokens.clamp(min=0)[:, None]  # none of logits that aren't finite
+            columns.append(1.0 + (logits > logits.gather(1, drawn)).sum(1).double())
         return torch.stack(columns, 1)

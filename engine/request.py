@@ -15,8 +15,8 @@ class SampledToken:
     token_id: int
     logprob: float
     raw_logprob: float | None = None
-    top_logprobs: dict[int, float] | None = None
     rank: int = 0
+    top_logprobs: dict[int, float] | None = None
 
 
 class Sample(Sequence):

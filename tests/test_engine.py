@@ -938,9 +938,9 @@ def test_nan_ends_its_request_with_an_error_and_the_others_go_on(checkpoint, cap
     assert [(c.finish_reason, c.token_ids) for c in last[bad].completions] == [("error", [])]
     assert "request bad ends with an error: non-finite logits; check the weights" in caplog.text
     assert pairs(last[good]) == pairs(expected)
-    scored = SamplingParams(n=3, max_tokens=6, prompt_logprobs=True)
-    failed = generate(llm, [[5, 77, 6]], scored)[0]
-    assert [c.stop_reason for c in failed.completions] == ["non-finite logits; check the weights"] * 3
+    for scored in ({"prompt_logprobs": True}, {"logprobs": 2}):
+        failed = generate(llm, [[5, 77, 6]], SamplingParams(n=3, max_tokens=6, **scored))[0]
+        assert [c.stop_reason for c in failed.completions] == ["non-finite logits; check the weights"] * 3
     assert_idle(llm)
     assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(expected)
 

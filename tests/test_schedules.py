@@ -98,6 +98,9 @@ def check_results(model, requests, results) -> None:
     for (prompt, params), out in zip(requests, results, strict=True):
         expected = oracle(model, prompt, params, eos=(2,))
         assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
+        for c in out.completions:
+            for token, logprob, top in zip(c.token_ids, c.logprobs, c.top_logprobs or [], strict=bool(params.logprobs)):
+                assert top.get(token, logprob) == logprob
         if params.prompt_logprobs and len(prompt) > 1:
             plain = dataclasses.replace(params, min_tokens=0)
             assert out.prompt_logprobs == token_logprobs(model, [prompt], plain)[0].tolist()
