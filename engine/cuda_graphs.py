@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,17 @@ from torch import Tensor
 
 from ..kernels import ops
 
+logger = logging.getLogger(__name__)
+
 _BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512
 
 
-def capture(run: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
+def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: Any) -> tuple[Callable[[], None], Tensor]:
     """(replay, the tensor that it fills). `run` runs before it is recorded: what it compiles or allocates for good is
-    there then. Other threads may use the device meanwhile, to load new weights."""
+    there then. Other threads may use the device meanwhile, to load new weights. side: the stream to record on, the same
+    for all graphs of a pool, whose memory they can't share otherwise."""
     with torch.cuda.device(device):
-        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             run()
@@ -70,9 +74,10 @@ class StepGraphs:
         self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._pool: Any = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fits(self, layout: ops.PagedLayout) -> bool:
-        return len(layout.positions) <= self.sizes[-1]
+        return len(layout.positions) <= max(self.sizes, default=0)
 
     def clear(self) -> None:
         """Forgets all graphs, and frees their memory: KV pages or weights move."""
@@ -84,7 +89,13 @@ class StepGraphs:
         count = len(given)
         size = next(s for s in self.sizes if s >= count)
         tokens = 1 if len(layout.lengths) == count else self._kernels.tile_tokens(self._group)
-        bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
+        try:
+            bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory for a graph of %d tokens: steps of so many run without from now on", size)
+            self.sizes = [s for s in self.sizes if s < size]
+            self._pool = self._pool if self._buckets else None
+            return self._forward(given, layout)
         self._fill(bucket, layout, tokens)
         bucket.given[:count].copy_(given)
         bucket.replay()
@@ -118,6 +129,6 @@ class StepGraphs:
         )
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        replay, out = capture(lambda: self._forward(given, layout), self._device, self._pool)
+        replay, out = capture(lambda: self._forward(given, layout), self._device, self._pool, self._stream)
         bucket = self._buckets[size, tokens] = _Bucket(size, given, numbers, replay, out)
         return bucket

@@ -50,8 +50,8 @@ class SharedInput:
     def product(self, module: ExactLinear, x: Tensor) -> Tensor:
         if x is not self.input or module not in self.results:
             weights = [m.packed for m in self.modules if m.packed is not None]
-            self.input = x
             self.results = dict(zip(self.modules, ops.linears(x, weights, [m.bias for m in self.modules]), strict=True))
+            self.input = x
         result = self.results.pop(module)
         if not self.results:
             self.input = None

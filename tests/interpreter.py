@@ -66,7 +66,7 @@ interpreter.InterpretedFunction.__call__ = _call
 interpreter._convert_float = _convert_rounding
 
 
-def _capture(run, device, pool):
+def _capture(run, device, pool, side):
     """Of a graph: what runs is the same each time, on the same buffers."""
     out = run()
     return lambda: out.copy_(run()), out

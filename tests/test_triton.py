@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from samebits import NumericsError, SamplingParams
+from samebits import LLM, NumericsError, SamplingParams
+from samebits.engine import cuda_graphs
 from samebits.kernels import cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
@@ -360,6 +361,28 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     check_results(model, requests, results)
     kinds = {tokens > 1 for _, tokens in llm.core.runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
+
+
+def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    params = [SamplingParams(max_tokens=2 + i, seed=i, ignore_eos=True) for i in range(3)]
+    expected = LLM(path, **settings).generate([[5, 6, 7]] * 3, params, use_tqdm=False)
+    capture = cuda_graphs.capture
+
+    def small(run, *where):
+        if len(calls) == 1:
+            calls.append("failed")
+            raise torch.OutOfMemoryError("no memory")
+        calls.append("made")
+        return capture(run, *where)
+
+    calls: list[str] = []
+    monkeypatch.setattr(cuda_graphs, "capture", small)
+    llm = LLM(path, **settings)
+    found = llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)
+    assert [o.completions[0].logprobs for o in found] == [o.completions[0].logprobs for o in expected]
+    assert calls[:2] == ["made", "failed"] and "made" in calls[2:], "smaller ones are still made"
 
 
 def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
