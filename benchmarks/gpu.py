@@ -105,6 +105,8 @@ def main() -> None:
         except Exception as error:
             result["errors"][part] = traceback.format_exc()
             print(f"{part}: {type(error).__name__}: {error}")
+            del error
+            gpu_speed.free(device)  # what it held
         print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
         (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         return result[group].get(part)

@@ -180,7 +180,8 @@ def workload(device: torch.device, path, tiny: bool, exact: bool = True) -> dict
     llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, exact=exact,
               kv_cache_memory_bytes=2**24 if tiny else None, skip_tokenizer_init=True)  # fmt: skip
     params = [SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True, seed=0) for n in lengths]
-    llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)  # compiles
+    short = [SamplingParams(max_tokens=1 + i // 4, ignore_eos=True) for i in range(len(prompts))]
+    llm.generate(prompts, short, use_tqdm=False)  # compiles, and records the graphs: ever fewer sequences run
     llm.reset_prefix_cache()
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

@@ -15,16 +15,16 @@ import time
 from collections import defaultdict
 
 import torch
-from triton.testing import do_bench
+from triton.testing import do_bench_cudagraph
 
 from samebits.kernels.triton.linear import BLOCK_K, chunks, products
 from samebits.kernels.triton.schedules import Tile, add_table, linear_tile
 
 from gpu_bits import QWEN3, shapes, wide_exponents
 
-ROWS = {  # the bound of a bucket, and the rows at which it is tuned
-    torch.bfloat16: {16: 8, 32: 32, 64: 64, 128: 128, 256: 256, 512: 512, 1 << 40: 2048},
-    torch.float32: {16: 8, 64: 64, 256: 256, 1 << 40: 1024},
+ROWS = {  # the bound of a bucket, and the rows at which it is tuned; those that matter most come first
+    torch.bfloat16: {16: 8, 1 << 40: 2048, 64: 64, 256: 256, 32: 32, 128: 128, 512: 512},
+    torch.float32: {16: 8, 1 << 40: 1024, 64: 64, 256: 256},
 }
 WIDTHS = 2048, 4096, 8192, 1 << 40  # bounds of the output features
 
@@ -49,7 +49,9 @@ def microseconds(x: torch.Tensor, weights: list[torch.Tensor], tile: Tile | None
     """None for a tile that does not fit."""
     try:
         call = lambda: [products(x, [w], [None], x.dtype, tile) for w in weights]  # noqa: E731
-        return do_bench(call, warmup=5, rep=15, return_mode="median") * 1e3 / len(weights)
+        return (
+            do_bench_cudagraph(call, rep=10, return_mode="median") * 1e3 / len(weights)
+        )  # a launch takes Python longer
     except Exception as error:
         if "OutOfResources" in type(error).__name__ or "PassManager" in str(error):
             return None
@@ -69,16 +71,18 @@ def main() -> None:
         sizes = defaultdict(set)
         for features, depth in (s for size in args.shapes for s in shapes(size).values()):
             sizes[next(bound for bound in WIDTHS if features <= bound)].add((features, depth))
-        table = []
+        table = {
+            (most, width): linear_tile(device, dtype, min(most, 1 << 20), min(width, 1 << 20))
+            for most, width in itertools.product(sorted(buckets), sorted(sizes))
+        }
         for (most, rows), width in itertools.product(buckets.items(), sorted(sizes)):
             if time.monotonic() - begin > args.seconds:
-                print("no time left: larger sizes keep the tile that they have")
-                table.append((most, width, linear_tile(device, dtype, min(most, 1 << 20), min(width, 1 << 20))))
-                continue
+                print("no time left: the other sizes keep the tiles that they have")
+                break
             scores: dict[Tile, list[float]] = defaultdict(list)
             for features, depth in sizes[width]:
                 x = wide_exponents(rows, depth, device=device, dtype=dtype)
-                copies = max(1, min(8, (128 << 20) // (x.element_size() * features * depth)))
+                copies = max(1, min(32, (128 << 20) // (x.element_size() * features * depth)))
                 weights = [wide_exponents(features, depth, device=device, dtype=dtype) for _ in range(copies)]
                 whole = products(x, weights[:1], [None], dtype)[0]
                 base = microseconds(x, weights, None) or 1.0
@@ -99,8 +103,8 @@ def main() -> None:
             print(
                 f"{dtype} rows <= {most}, features <= {width}: {best}, {statistics.geometric_mean(scores[best]):.2f} x"
             )
-            table.append((most, width, best))
-        add_table(gpu, "float32" if dtype == torch.float32 else "16-bit", table)
+            table[most, width] = best
+            add_table(gpu, "float32" if dtype == torch.float32 else "16-bit", [(*k, tile) for k, tile in table.items()])
 
 
 if __name__ == "__main__":
