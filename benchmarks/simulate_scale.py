@@ -223,14 +223,14 @@ def slots_that_fit(profile: Profile, layout: Layout, workload: Workload, engine:
 
 
 def sync_times(profile: Profile, layout: Layout, cluster: Cluster) -> tuple[float, float]:
-    """(broadcast, load) seconds of one weight update, by a binary tree.
+    """(broadcast, load) seconds of one weight update.
 
-    ceil(log2(replicas + 1)) hops, each of a stage's whole shard; every stage's tree starts from a trainer's link of its
-    own, and all trees run at once.
+    One rank of the trainer sends all weights to every stage of every replica, by a binary tree: ceil(log2(stages in all
+    + 1)) hops. Each keeps, and loads, its shard.
     """
     shard = profile.weight_bytes * int(layout.layers(profile.layers).max()) / profile.layers
-    hop = shard * 8e-9 / cluster.link_gbps + cluster.link_latency_us * 1e-6
-    return math.ceil(math.log2(layout.replicas + 1)) * hop, shard * 1e-9 / cluster.load_gb_per_second
+    hop = profile.weight_bytes * 8e-9 / cluster.link_gbps + cluster.link_latency_us * 1e-6
+    return math.ceil(math.log2(layout.gpus + 1)) * hop, shard * 1e-9 / cluster.load_gb_per_second
 
 
 def ideal_bubble(stage_seconds: np.ndarray, around_seconds: float, in_flight: int) -> float:
