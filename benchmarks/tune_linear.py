@@ -49,9 +49,8 @@ def microseconds(x: torch.Tensor, weights: list[torch.Tensor], tile: Tile | None
     """None for a tile that does not fit."""
     try:
         call = lambda: [products(x, [w], [None], x.dtype, tile) for w in weights]  # noqa: E731
-        return (
-            do_bench_cudagraph(call, rep=10, return_mode="median") * 1e3 / len(weights)
-        )  # a launch takes Python longer
+        # as a graph: launching takes Python longer than a small product takes the GPU
+        return do_bench_cudagraph(call, rep=10, return_mode="median") * 1e3 / len(weights)
     except Exception as error:
         if "OutOfResources" in type(error).__name__ or "PassManager" in str(error):
             return None

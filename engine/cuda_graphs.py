@@ -89,12 +89,14 @@ class StepGraphs:
         count = len(given)
         size = next(s for s in self.sizes if s >= count)
         tokens = 1 if len(layout.lengths) == count else self._kernels.tile_tokens(self._group)
+        bucket = None
         try:
             bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
         except torch.OutOfMemoryError:
             logger.warning("no memory for a graph of %d tokens: steps of so many run without from now on", size)
             self.sizes = [s for s in self.sizes if s < size]
             self._pool = self._pool if self._buckets else None
+        if bucket is None:  # not in the handler, whose traceback holds what the attempt took
             return self._forward(given, layout)
         self._fill(bucket, layout, tokens)
         bucket.given[:count].copy_(given)
