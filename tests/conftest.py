@@ -6,6 +6,7 @@ import signal
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: test_triton.py runs GPU kernels on the CPU
 if "PYTEST_XDIST_WORKER" in os.environ:  # pytest's own processes share the cores; tests of threads ask for two
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins takes the core from who it waits for
 
 import pytest
 import torch
