@@ -265,7 +265,8 @@ class Pipeline:
         self.remote: list[Peer] = []
         self.own_placement: Any = None
         distant = 0 if config.backend == "inproc" else count - 1
-        threads = default_threads(config.num_workers)
+        # a replica's group on Ray has room for its stages of as many threads as this process has
+        threads = torch.get_num_threads() if placement is not None else default_threads(config)
         try:
             if distant:
                 torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
@@ -336,8 +337,7 @@ class Pipeline:
 
     def collect(self) -> list[SampledToken]:
         """The tokens of the oldest step under way."""
-        limit = self.config.worker_timeout * max(1, len(self._flights))
-        calls = self._flights.popleft()
+        limit, calls = self.config.worker_timeout, self._flights.popleft()
         _, late = wait([future for _, future in calls], limit, FIRST_EXCEPTION)
         for _, future in calls:
             if future not in late:
@@ -375,7 +375,7 @@ def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
     where, numerics = (config.dtype, config.device or "cpu"), (config.linear_route, config.exact)
     pages = seqs * (BALANCE_CONTEXT // ops.backend(torch.device(config.device or "cpu")).BLOCK + 1)
     times, before = [], torch.get_num_threads()
-    torch.set_num_threads(min(before, default_threads(config.num_workers)))  # a stage's own
+    torch.set_num_threads(min(before, default_threads(config)))  # a stage's own
     try:
         for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
             runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)

@@ -128,6 +128,7 @@ def serve(
     backend: Annotated[str, typer.Option(help="Of stages and replicas: mp (this machine) or ray (a cluster).")] = "mp",
     balance: Annotated[bool, typer.Option("--balance", help="Cut stages by measured time, not by size.")] = False,
     worker_timeout: Annotated[float, typer.Option(help="Seconds until a silent stage or replica is dead.")] = 60.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds in which a stage or replica must have loaded.")] = 300.0,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
@@ -159,6 +160,7 @@ def serve(
             backend=backend,
             balance=balance,
             worker_timeout=worker_timeout,
+            start_timeout=start_timeout,
         ).result()
     guard = Guard(api_key, admin_key)
     options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}

@@ -126,8 +126,12 @@ def fail_alone(config: TrainConfig, out_file: str) -> None:
     if trainer.rank == 0:
         trainer.llm.begin_weight_update = lambda: 1 / 0
     attempt(trainer.sync)
+    versions = [trainer.llm.weight_version]
+    trainer.llm.__dict__.pop("begin_weight_update", None)
+    attempt(trainer.sync)
+    versions.append(trainer.llm.weight_version)
     every: list = [None] * trainer.world
-    dist.all_gather_object(every, seen)
+    dist.all_gather_object(every, (seen, versions))
     if trainer.rank == 0:
         torch.save(every, out_file)
     dist.barrier()

@@ -1,6 +1,8 @@
 """Replicas behind a router, stages in processes: what dies, hangs or fails, and what the caller sees of it."""
 
+import json
 import os
+import pathlib
 import shutil
 import signal
 import socket
@@ -15,7 +17,8 @@ import torch
 
 from samebits import LLM, SamplingParams
 from samebits.engine import WeightUpdateError
-from samebits.engine.distributed import worker
+from samebits.engine.config import EngineConfig
+from samebits.engine.distributed import fan_out, ray_backend, worker
 from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
@@ -25,6 +28,7 @@ from samebits.trainer import exact_model, token_logprobs
 from models import make_checkpoint
 from serving import Serving, in_background, wait_for
 
+ROOT = pathlib.Path(__file__).parent.parent
 SMALL = {"kv_cache_memory_bytes": 2**20, "worker_timeout": 20.0}
 PROMPTS = [[5 + i, 7, 9, 11] * (3 + i) for i in range(12)]
 PARAMS = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
@@ -62,8 +66,8 @@ def generate(llm):
     return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
-def all_serve(llm) -> bool:
-    return llm.core.settled and len(llm.core.serving) == 2
+def all_serve(llm, count: int = 2) -> bool:
+    return llm.core.settled and len(llm.core.serving) == count
 
 
 def workers_of(process) -> list:
@@ -285,52 +289,83 @@ def test_a_request_that_kills_replicas_is_given_up(paths):
         llm.close()
 
 
-@pytest.mark.parametrize("phase", ["begin_update", "read_update", "prepare_update"])
-def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(paths, expected, phase):
-    llm = LLM(paths[0], replicas=2, **SMALL)
-    try:
-        llm.update_weights(exact_model(paths[0]))
-        peer = llm.core.handles[1].peer
-        call = peer.call
+@pytest.mark.parametrize("phase", ["begin_update", "read_update", "join_group", "receive_update", "prepare_update"])
+def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, paths, expected, phase, monkeypatch):
+    version = pair.update_weights(exact_model(paths[0]))
+    if phase in ("join_group", "receive_update"):  # as between machines
+        monkeypatch.setattr(fan_out, "_free_shared_memory", lambda: 0)
+    pair.core.members().timeout = 5.0
+    peer = pair.core.handles[1].peer
+    call = peer.call
 
-        def dying(method, *args):
-            if method == phase:
-                os.kill(peer.process.process.pid, signal.SIGKILL)
+    def dying(method, *args):
+        if method == phase:
+            os.kill(peer.process.process.pid, signal.SIGKILL)
+        return call(method, *args)
+
+    peer.call = dying
+    start = time.monotonic()
+    with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
+        pair.update_weights(exact_model(paths[1]))
+    assert pair.weight_version == version and time.monotonic() - start < 15
+    assert bits(generate(pair)) == expected[0]
+    wait_for(lambda: all_serve(pair), 60)
+    assert pair.update_weights(exact_model(paths[1])) == version + 1
+    assert bits(generate(pair)) == expected[1]
+
+
+def test_a_replica_that_dies_at_the_commit_comes_back_with_the_new_version(pair, paths, expected):
+    before = pair.update_weights(paths[0])
+    peer = pair.core.handles[0].peer
+    call = peer.call
+
+    def dying(method, *args):
+        if method == "commit_update":
+            os.kill(peer.process.process.pid, signal.SIGKILL)
+            time.sleep(0.2)
+        return call(method, *args)
+
+    peer.call = dying
+    version = pair.update_weights(exact_model(paths[1]))
+    assert version == before + 1 and bits(generate(pair)) == expected[1]
+    wait_for(lambda: all_serve(pair), 60)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert min(h.stats.generation_tokens for h in pair.core.handles) > 0
+
+
+@pytest.mark.slow
+def test_a_replica_lends_its_weights_to_one_at_a_time(paths, expected):
+    """Two of three come back together; then one whose donor dies, which is no reason to start it again."""
+    with LLM(paths[0], replicas=3, **SMALL) as llm:
+        llm.update_weights(exact_model(paths[1]))  # from a trainer: they can only come from another replica
+        handles, donor = llm.core.handles, llm.core.handles[0].peer
+        call, waited = donor.call, []
+
+        def lending(method, *args):
+            if method == "send_weights" and not waited:
+                wait_for(lambda: len(llm.core._borrowers) == 1, 60)
+                waited.append(True)
             return call(method, *args)
 
-        peer.call = dying
-        with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
-            llm.update_weights(exact_model(paths[1]))
-        assert llm.weight_version == 1
-        assert bits(generate(llm)) == expected[0]
-        wait_for(lambda: all_serve(llm), 60)
-        assert llm.update_weights(exact_model(paths[1])) == 2
-        assert bits(generate(llm)) == expected[1]
-    finally:
-        llm.close()
-
-
-def test_a_replica_that_dies_at_the_commit_comes_back_with_the_new_version(paths, expected):
-    llm = LLM(paths[0], replicas=2, **SMALL)
-    try:
-        peer = llm.core.handles[0].peer
-        call = peer.call
-
         def dying(method, *args):
-            if method == "commit_update":
-                os.kill(peer.process.process.pid, signal.SIGKILL)
-                time.sleep(0.2)
+            if method == "send_weights":
+                donor.process.kill()
             return call(method, *args)
 
-        peer.call = dying
-        assert llm.update_weights(exact_model(paths[1])) == 1
-        assert bits(generate(llm)) == expected[1]
-        wait_for(lambda: all_serve(llm), 60)
-        outputs = generate(llm)
-        assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {1}
-        assert min(h.stats.generation_tokens for h in llm.core.handles) > 0
-    finally:
-        llm.close()
+        def kill_and_wait(*victims):
+            for handle in victims:
+                handle.peer.process.kill()
+            wait_for(lambda: not all_serve(llm, 3))
+            wait_for(lambda: all_serve(llm, 3), 60)
+
+        donor.call = lending
+        kill_and_wait(*handles[1:])
+        assert handles[0].peer is donor and waited
+        donor.call = dying
+        kill_and_wait(handles[2])
+        assert handles[0].peer is not donor
+        assert bits(generate(llm)) == expected[1] and llm.weight_checksums()
 
 
 def test_a_dead_stage_is_an_error_that_says_so(paths):
@@ -350,7 +385,7 @@ def test_a_stage_that_hangs_is_an_error_in_time(paths):
     llm = LLM(paths[0], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0)
     pid = llm.core.pipeline.remote[0].process.process.pid
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"did not answer within [36] s"):  # one batch or two are under way
+    with pytest.raises(WorkerError, match="did not answer within 3 s"):
         run_and(llm, lambda: os.kill(pid, signal.SIGSTOP))
     assert time.monotonic() - start < 20
     llm.close()
@@ -399,7 +434,7 @@ def test_a_network_that_drops_everything_between_stages(paths):
     assert done.returncode == 0, done.stderr[-2000:]
     error, seconds, alive = done.stdout.splitlines()
     assert "WorkerError" in error and ("within" in error or "died" in error)
-    assert float(seconds) < 12, "the stated timeout, for each of the two batches under way, and a little"
+    assert float(seconds) < 8, "the stated timeout, and a little"
     assert alive == "0", "the stage waits for a driver that it can't reach"
 
 
@@ -435,41 +470,33 @@ def test_a_stage_that_dies_in_idleness_ends_its_replica(paths, expected):
 
 
 @pytest.mark.parametrize("source", ["directory", "module"])
-def test_a_replica_that_comes_back_while_all_sleep_wakes_up_with_the_version_in_force(paths, expected, source):
-    llm = LLM(paths[0], replicas=2, **SMALL)
-    try:
-        new = paths[1] if source == "directory" else exact_model(paths[1])
-        llm.update_weights(new)
-        llm.sleep(2)
-        os.kill(llm.core.handles[1].peer.process.process.pid, signal.SIGKILL)
-        wait_for(lambda: not all_serve(llm))
-        wait_for(lambda: all_serve(llm), 60)
-        llm.wake_up()
-        if source == "module":  # gone with the sleep, on all replicas: none may fall back to the first checkpoint
-            assert not llm.ready
-            with pytest.raises(RuntimeError, match="sleeps"):
-                generate(llm)
-            llm.update_weights(new)
-        assert bits(generate(llm)) == expected[1]
-        assert llm.weight_checksums()
-    finally:
-        llm.close()
+def test_a_replica_that_comes_back_while_all_sleep_wakes_up_with_the_version_in_force(pair, paths, expected, source):
+    new = paths[1] if source == "directory" else exact_model(paths[1])
+    pair.update_weights(new)
+    pair.sleep(2)
+    os.kill(pair.core.handles[1].peer.process.process.pid, signal.SIGKILL)
+    wait_for(lambda: not all_serve(pair))
+    wait_for(lambda: all_serve(pair), 60)
+    pair.wake_up()
+    if source == "module":  # gone with the sleep, on all replicas: none may fall back to the first checkpoint
+        assert not pair.ready
+        with pytest.raises(RuntimeError, match="sleeps"):
+            generate(pair)
+        pair.update_weights(new)
+    assert bits(generate(pair)) == expected[1]
+    assert pair.weight_checksums()
 
 
-def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(paths, tmp_path, expected):
+def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(pair, paths, tmp_path, expected):
     """A trainer that writes each version over the last."""
     latest = tmp_path / "latest"
     shutil.copytree(paths[1], latest)
-    llm = LLM(paths[0], replicas=2, **SMALL)
-    try:
-        llm.update_weights(latest)
-        shutil.copy(paths[0] / "model.safetensors", latest)
-        os.kill(llm.core.handles[0].peer.process.process.pid, signal.SIGKILL)
-        wait_for(lambda: not all_serve(llm))
-        wait_for(lambda: all_serve(llm), 60)
-        assert bits(generate(llm)) == expected[1]
-    finally:
-        llm.close()
+    pair.update_weights(latest)
+    shutil.copy(paths[0] / "model.safetensors", latest)
+    os.kill(pair.core.handles[0].peer.process.process.pid, signal.SIGKILL)
+    wait_for(lambda: not all_serve(pair))
+    wait_for(lambda: all_serve(pair), 60)
+    assert bits(generate(pair)) == expected[1]
 
 
 def test_weights_whose_files_changed_are_lost_with_the_last_replica(paths, tmp_path, expected):
@@ -696,10 +723,42 @@ def test_what_fails_while_a_worker_starts_reaches_the_caller(paths, settings):
         LLM(paths[0], kv_cache_memory_bytes=10, **settings)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "workers", "threads", "sharers"),
+    [
+        ([64, 64], 4, 32, 2),
+        ([64, 64], 3, 32, 2),  # 42 each would be as many, but not on these nodes
+        ([0, 8], 2, 4, 2),  # a head node that computes nothing
+        ([4, 16], 5, 4, 4),
+        ([2], 4, 1, 2),
+    ],
+)
+def test_rays_workers_share_nodes_not_one_machine(monkeypatch, cpus, workers, threads, sharers):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ray_backend, "node_cpus", lambda: cpus)
+    config = EngineConfig(replicas=workers, backend="ray")
+    assert (worker.default_threads(config), worker.sharers_of(config)) == (threads, sharers)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert worker.default_threads(config) == 1 and worker.sharers_of(config) == min(workers, max(cpus))
+
+
 def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     with pytest.raises(WorkerError, match=r"no room for 3 stage"):
         LLM(paths[0], replicas=2, pipeline_parallel_size=3, backend="ray", start_timeout=3.0, **SMALL)
+
+
+@pytest.mark.slow
+def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
+    """Its replica waits for room, as long as it takes; meanwhile the other one works, and updates wait for none."""
+    command = [sys.executable, ROOT / "tests" / "ray_nodes.py", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["both"] and found["in flight"] and found["again"]
+    assert found["still"] == ["placing", "serving"] and (found["version"], found["world size"]) == (1, 1)
+    assert found["update waits"] < 10
+    assert min(found["shares"]) > 0
 
 
 @pytest.mark.parametrize("stages", [1, 2])

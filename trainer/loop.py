@@ -147,9 +147,12 @@ class Trainer:
         return metrics | self._speed(rollouts)
 
     def sync(self) -> None:
-        """Gives the engine the model's weights."""
+        """Gives the engine the model's weights, on every rank under the same version."""
+        versions: list[int] = [0] * self.world
+        dist.all_gather_object(versions, self.llm.weight_version)
+        agreed = max(versions) + 1 if len(set(versions)) > 1 else None  # an earlier sync failed on a part of the ranks
         with together():
-            self.llm.update_weights(self.model)
+            self.llm.update_weights(self.model, agreed)
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[Minibatch]:
         """Equal parts of what is trained on, one for each update, and last what is left out."""

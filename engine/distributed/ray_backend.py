@@ -30,10 +30,19 @@ def node_address() -> str:
     return get_node_ip_address()
 
 
+def node_cpus() -> list[int]:
+    """CPUs of each of the cluster's nodes."""
+    return [int(n["Resources"].get("CPU", 0)) for n in ray().nodes() if n["Alive"]] or [0]
+
+
+class NoRoomError(WorkerError):
+    """The cluster has not got what a replica needs."""
+
+
 def place(stages: int, threads: int, device: str, timeout: float) -> Any:
     """A placement group with a bundle for each stage of a replica, close together.
 
-    WorkerError when the cluster has not got the room within `timeout` seconds.
+    NoRoomError when the cluster has not got it within `timeout` seconds.
     """
     module = ray()
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -43,7 +52,7 @@ def place(stages: int, threads: int, device: str, timeout: float) -> Any:
     if not group.wait(timeout):
         remove_placement_group(group)
         free = {k: v for k, v in module.available_resources().items() if k in bundle}
-        raise WorkerError(
+        raise NoRoomError(
             f"the Ray cluster had no room for {stages} stage(s) of {bundle} within {timeout:g} s; free are {free}. "
             "Add nodes (`ray start --address=...`), or lower replicas, pipeline_parallel_size or OMP_NUM_THREADS"
         )

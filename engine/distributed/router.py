@@ -14,7 +14,7 @@ import pathlib
 import queue
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -43,8 +43,13 @@ AFFINITY_ENTRIES = 2**16
 POLL = 0.005  # seconds that a step waits for news
 
 
+class _DonorError(Exception):
+    """Or is out of reach, while it copied its weights to a new replica."""
+
+
 class _Handle:
-    """A replica as the router sees it: starting -> serving -> (dead ->) starting ..., or failed."""
+    """A replica as the router sees it: placing (waits for room on Ray) -> starting -> serving, which begins again when
+    it dies; or failed."""
 
     def __init__(self, index: int):
         self.index, self.name = index, f"replica {index}"
@@ -55,6 +60,7 @@ class _Handle:
         self.received: set[int] = set()  # of these, those that the replica is known to have got
         self.stats: EngineStats | None = None
         self.failed_starts = 0
+        self.lends = False  # its weights to a new replica, one at a time
         self.beat: tuple[int, float] = (-1, 0.0)
 
     @property
@@ -73,7 +79,7 @@ class Router:
         self.config = config
         self.max_model_len = max_model_len(path, config)
         self.tokenizer: Any = None
-        self.threads = default_threads(config.num_workers)
+        self.threads = default_threads(config)
         self.host = ray_backend.node_address() if config.backend == "ray" else "127.0.0.1"
         self.requests: dict[str, Request] = {}
         self.weight_version = 0
@@ -85,6 +91,7 @@ class Router:
         self._moves: dict[str, float] = defaultdict(float)
         self._progressed: dict[str, Request] = {}
         self._affinity: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's start -> replica
+        self._borrowers: deque[tuple[_Handle, int | None]] = deque()  # new replicas that wait for one that can lend
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
         self.handles = [_Handle(i) for i in range(config.replicas)]
@@ -110,7 +117,7 @@ class Router:
 
     @property
     def world_size(self) -> int:
-        alive = [h for h in self.handles if h.state != "failed"]
+        alive = [h for h in self.handles if h.state in ("starting", "serving")]
         return len(alive) * self.config.pipeline_parallel_size
 
     @property
@@ -147,22 +154,19 @@ class Router:
     def _start(self, handle: _Handle) -> None:
         if self._closing.is_set():
             return
-        handle.state = "starting"
+        handle.state = "placing" if self.config.backend == "ray" else "starting"
         threading.Thread(target=self._start_worker, args=(handle,), daemon=True).start()
 
     def _start_worker(self, handle: _Handle) -> None:
         """In a thread: a new process for the replica; reports "started" or "not started"."""
-        config = self.config
+        config, stages, limit = self.config, self.config.pipeline_parallel_size, self.config.start_timeout
         try:
             where = None
             if config.backend == "ray":
-                if handle.placement is None:
-                    handle.placement = ray_backend.place(
-                        config.pipeline_parallel_size, self.threads, config.device or "cpu", config.start_timeout
-                    )
+                self._give_up_room(handle)  # its node may be gone
+                handle.placement = ray_backend.place(stages, self.threads, config.device or "cpu", limit)
                 where = handle.placement, 0
-            limit = config.start_timeout
-            stages = config.pipeline_parallel_size
+                self._events.put((handle, "placed", None))
             gpus = gpus_of(config, handle.index * stages, stages)
             (peer,) = launch([handle.name], config, self.threads, where, None if gpus is None else [gpus])
             handle.peer = peer
@@ -227,8 +231,11 @@ class Router:
         elif kind == "lost":
             if value is handle.peer and handle.state == "serving":
                 self._lose(handle)
+        elif kind == "placed":
+            handle.state = "starting"
         elif kind == "not started":
-            handle.failed_starts += 1
+            if not self.serving or not isinstance(value, ray_backend.NoRoomError):  # else it waits for another node
+                handle.failed_starts += 1
             logger.error("%s did not start: %s", handle.name, value)
             if handle.failed_starts < MAX_STARTS:
                 self._start(handle)
@@ -246,6 +253,10 @@ class Router:
             self._admit(handle, None)
         elif kind == "in step":
             self._admit(handle, value)
+        elif kind == "has lent":
+            handle.lends = False
+            for _ in range(len(self._borrowers)):
+                self._admit(*self._borrowers.popleft())
 
     def _lose(self, handle: _Handle) -> None:
         logger.error("%s died; its %d requests go on elsewhere", handle.name, len(handle.requests))
@@ -266,10 +277,14 @@ class Router:
     def _admit(self, handle: _Handle, version: int | None) -> None:
         """Lets a new replica serve, once it has the weights in force. version: what it has; None: the checkpoint that
         all started with, as it is on disk now."""
-        peer, donor = handle.peer, next((h.peer for h in self.serving), None)
+        peer, serving = handle.peer, self.serving
+        donor = next((h for h in serving if not h.lends), None)
         assert peer is not None
         if self.has_weights and version != self.weight_version:
             first = version is None and self.weight_version == 0
+            if serving and donor is None:
+                self._borrowers.append((handle, version))
+                return
             if donor is None and self._stored is not None and not self._stored.unchanged:
                 logger.error("the files in %s have changed since they were read", self._stored.path)
                 self._stored = None
@@ -277,6 +292,8 @@ class Router:
                 self.has_weights = False
                 logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
             elif donor is not None or not first:
+                if donor is not None:
+                    donor.lends = True
                 arguments = handle, donor, self._stored, self.weight_version
                 threading.Thread(target=self._bring_into_step, args=arguments, daemon=True).start()
                 return
@@ -294,7 +311,9 @@ class Router:
         for request in waiting.values():
             self._assign(request)
 
-    def _bring_into_step(self, handle: _Handle, donor: Peer | None, stored: StoredWeights | None, version: int) -> None:
+    def _bring_into_step(
+        self, handle: _Handle, donor: _Handle | None, stored: StoredWeights | None, version: int
+    ) -> None:
         """In a thread: gives a new replica the weights in force, from another that serves, or where they were read."""
         peer, limit = handle.peer, self.config.start_timeout
         assert peer is not None
@@ -306,15 +325,34 @@ class Router:
                 if not stored.unchanged:
                     raise WeightUpdateError(f"the files in {stored.path} changed while they were read")
             else:
-                addresses = results([(donor.name, donor.call("addresses"))], limit)[0]
-                sent = donor.call("send_weights", addresses)
-                taken = peer.call("take_weights", addresses)
-                (version, stored), _ = results([(donor.name, sent), (handle.name, taken)], limit)
+                version, stored = self._lend(donor, handle)
             results([(handle.name, peer.call("commit_update", version, True, stored))], limit)
             self._events.put((handle, "in step", version))
+        except _DonorError:
+            self._events.put((handle, "in step", None))  # with what it had: it takes them from another
         except Exception as error:
             peer.kill()
             self._events.put((handle, "not started", error))
+        if donor is not None:
+            self._events.put((donor, "has lent", None))
+
+    def _lend(self, donor: _Handle, handle: _Handle) -> tuple[int, StoredWeights | None]:
+        """Copies weights from one replica to another; returns their version and where they are stored."""
+        assert donor.peer is not None and handle.peer is not None
+        limit, sender = self.config.start_timeout, donor.peer
+        try:
+            addresses = results([(donor.name, sender.call("addresses"))], limit)[0]
+            sent = sender.call("send_weights", addresses)
+        except WorkerError as error:
+            raise _DonorError from error
+        taken = handle.peer.call("take_weights", addresses)
+        found, received = outcomes([(donor.name, sent), (handle.name, taken)], limit)
+        if isinstance(found, WorkerError):
+            raise _DonorError from found
+        for outcome in (received, found):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return found
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -332,7 +370,8 @@ class Router:
             self._unassigned[request.request_id] = request
             return
         request.serial = serial = next(self._serials)
-        handle.requests[serial], received = request, handle.received
+        requests, received = handle.requests, handle.received
+        requests[serial] = request
         try:
             assert handle.peer is not None
             future = handle.peer.call("submit", request)
@@ -342,9 +381,9 @@ class Router:
 
         def check(done: Future) -> None:
             error = done.exception()
-            if error is None:
+            if error is None and serial in requests:
                 received.add(serial)
-            elif not isinstance(error, WorkerError):
+            elif error is not None and not isinstance(error, WorkerError):
                 self._events.put((handle, "refused", (serial, error)))
 
         future.add_done_callback(check)
@@ -441,7 +480,9 @@ class Router:
         of them can do is an error, and ends nobody."""
         self._pump()
         members = self.members().members if self.serving else []
-        found = outcomes(call_all(members, method, *args), timeout or self.config.worker_timeout)
+        lends = any(h.lends for h in self.handles)  # such a call has to wait for the copy
+        usual = self.config.start_timeout if lends else self.config.worker_timeout
+        found = outcomes(call_all(members, method, *args), timeout or usual)
         errors = [x for x in found if isinstance(x, Exception)]
         if errors and len(errors) == len(found) and not any(isinstance(e, WorkerError) for e in errors):
             raise errors[0]
@@ -530,10 +571,13 @@ class Router:
         for handle in self.handles:
             self._end(handle)
 
-    @staticmethod
-    def _end(handle: _Handle) -> None:
+    def _end(self, handle: _Handle) -> None:
         if handle.peer is not None:
             handle.peer.kill()
+        self._give_up_room(handle)
+
+    @staticmethod
+    def _give_up_room(handle: _Handle) -> None:
         group, handle.placement = handle.placement, None
         if group is not None:
             ray_backend.release(group)

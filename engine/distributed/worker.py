@@ -304,9 +304,14 @@ def gpus_of(config: EngineConfig, worker: int, count: int) -> str | None:
 
 def sharers_of(config: EngineConfig) -> int:
     """Of so many workers each takes its part of a device's memory."""
-    if config.backend != "mp":
+    cuda = (config.device or "cpu").startswith("cuda")
+    if config.backend == "inproc" or (config.backend == "ray" and cuda):  # Ray gives each a GPU
         return 1
-    if not (config.device or "cpu").startswith("cuda"):
+    if config.backend == "ray":
+        from . import ray_backend
+
+        return max(1, min(config.num_workers, max(ray_backend.node_cpus()) // default_threads(config)))
+    if not cuda:
         return config.num_workers
     return -(-config.num_workers // max(1, len(_visible_gpus())))
 
@@ -316,11 +321,17 @@ def _visible_gpus() -> list[str]:
     return [gpu.strip() for gpu in visible.split(",")]
 
 
-def default_threads(workers: int) -> int:
-    """CPU threads for each of so many workers on this machine, unless OMP_NUM_THREADS says it."""
+def default_threads(config: EngineConfig) -> int:
+    """CPU threads of a worker: what OMP_NUM_THREADS says, or as many as all can have, here or on Ray's nodes."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, len(os.sched_getaffinity(0)) // workers)
+    nodes = [len(os.sched_getaffinity(0))]
+    if config.backend == "ray":
+        from . import ray_backend
+
+        nodes = ray_backend.node_cpus()
+    fitting = (n for n in range(max(nodes), 1, -1) if sum(cpus // n for cpus in nodes) >= config.num_workers)
+    return next(fitting, 1)
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""A Ray cluster of two nodes on this machine, one of which goes away and comes back: prints what became of replicas."""
+
+import json
+import sys
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+
+from samebits import LLM, SamplingParams
+from samebits.trainer import exact_model
+
+
+def main(old: str, new: str) -> None:
+    prompts = [[5 + i, 7, 9, 11] * 3 for i in range(6)]
+    params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+
+    def tokens(outputs) -> list:
+        return [(o.completions[0].token_ids, o.completions[0].logprobs) for o in outputs]
+
+    def wait_for(condition) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    expected = [tokens(LLM(path, kv_cache_memory_bytes=2**20).generate(prompts, params, False)) for path in (old, new)]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    node = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    found = {}
+    with LLM(old, replicas=2, backend="ray", kv_cache_memory_bytes=2**20, start_timeout=20.0) as llm:
+        core = llm.core
+
+        def states() -> list[str]:
+            core.take_progress()
+            return sorted(h.state for h in core.handles)
+
+        found["both"] = tokens(llm.generate(prompts, params, False)) == expected[0]
+        ids = [llm.add_request(p, params) for p in prompts]
+        done = {}
+        for _ in range(3):
+            done |= {o.request_id: o for o in llm.step()}
+        cluster.remove_node(node, allow_graceful=False)
+        while llm.has_unfinished_requests():
+            done |= {o.request_id: o for o in llm.step()}
+        found["in flight"] = tokens([done[i] for i in ids]) == expected[0]
+        wait_for(lambda: states() == ["placing", "serving"])
+        start = time.monotonic()
+        found["version"] = llm.update_weights(exact_model(new))
+        found["update waits"] = time.monotonic() - start
+        found["world size"] = llm.world_size
+        time.sleep(25)  # more than one attempt to place it
+        found["still"] = states()
+        cluster.add_node(num_cpus=1)
+        wait_for(lambda: states() == ["serving", "serving"])
+        before = [h.stats.generation_tokens if h.stats else 0 for h in core.handles]
+        found["again"] = tokens(llm.generate(prompts, params, False)) == expected[1]
+        found["shares"] = [h.stats.generation_tokens - b for h, b in zip(core.handles, before, strict=True)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
