@@ -13,7 +13,7 @@ class EngineConfig:
     max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute, the chunk size
     (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
     kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
-    divided among this machine's workers (backend "mp"), or less if less can be used.
+    divided among the workers of a machine, or less if less can be used.
     gpu_memory_utilization: share of a GPU's memory that weights, KV and a step may take together. enforce_eager: no
     CUDA graphs. async_scheduling: prepare a step while the one before it runs, without waiting for its tokens (None: on
     a GPU, where the model is in one stage). enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token

@@ -275,8 +275,8 @@ class Pipeline:
                 where = None
                 if config.backend == "ray":  # a replica's group has a place for the first stage, too, which is here
                     if placement is None:
-                        device, limit = config.device or "cpu", config.start_timeout
-                        self.own_placement = ray_backend.place(distant, threads, device, limit)
+                        self.own_placement = ray_backend.reserve(distant, threads, config.device or "cpu")
+                        ray_backend.wait_for_room(self.own_placement, config.start_timeout)
                     where = placement or self.own_placement, 0 if placement is None else 1
                 gpus = [gpus_of(config, rank, 1) or "" for rank in range(1, count)]
                 self.remote = launch(names, config, threads, where, gpus if any(gpus) else None)
@@ -290,7 +290,7 @@ class Pipeline:
             host = ray_backend.node_address() if distant and config.backend == "ray" else "127.0.0.1"
             peers: list[Peer | LocalPeer] = [*(LocalPeer(f"stage {s.rank}", s) for s in self.local), *self.remote]
             self.stages = FanOut(peers, 1, host, config.worker_timeout, config.start_timeout)
-            known = num_seqs_blocks, sharers or sharers_of(config)
+            known = num_seqs_blocks, sharers or sharers_of(config, threads)
             infos: list[StageInfo] = self.stages.all("describe", *known, timeout=config.start_timeout)
             for info in infos[1:]:
                 if infos[0].contract is not None and info.contract is not None:

@@ -128,8 +128,9 @@ def fail_alone(config: TrainConfig, out_file: str) -> None:
     attempt(trainer.sync)
     versions = [trainer.llm.weight_version]
     trainer.llm.__dict__.pop("begin_weight_update", None)
-    attempt(trainer.sync)
+    attempt(trainer.load)
     versions.append(trainer.llm.weight_version)
+    attempt(trainer.step)
     every: list = [None] * trainer.world
     dist.all_gather_object(every, (seen, versions))
     if trainer.rank == 0:

@@ -1,5 +1,6 @@
 """A Ray cluster of two nodes on this machine, one of which goes away and comes back: prints what became of replicas."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -45,17 +46,26 @@ def main(old: str, new: str) -> None:
         while llm.has_unfinished_requests():
             done |= {o.request_id: o for o in llm.step()}
         found["in flight"] = tokens([done[i] for i in ids]) == expected[0]
-        wait_for(lambda: states() == ["placing", "serving"])
+        wait_for(lambda: states() == ["serving", "waiting"])
         start = time.monotonic()
         found["version"] = llm.update_weights(exact_model(new))
         found["update waits"] = time.monotonic() - start
         found["world size"] = llm.world_size
-        time.sleep(25)  # more than one attempt to place it
-        found["still"] = states()
+        core.config = dataclasses.replace(core.config, start_timeout=1.0)
+        deadline = time.monotonic() + 25 + 8  # the attempt under way, and as many as may fail in a row
+        while time.monotonic() < deadline:
+            found["still"] = states()
+            time.sleep(0.1)
+        core.config = dataclasses.replace(core.config, start_timeout=60.0)
+        update = llm.begin_weight_update()
         cluster.add_node(num_cpus=1)
+        update.load(exact_model(old))
+        wait_for(lambda: states() == ["serving", "starting"] and core._newcomers)
+        found["through"] = llm.commit_weight_update(update)
         wait_for(lambda: states() == ["serving", "serving"])
+        found["again"] = tokens(llm.generate(prompts, params, False)) == expected[0]
         before = [h.stats.generation_tokens if h.stats else 0 for h in core.handles]
-        found["again"] = tokens(llm.generate(prompts, params, False)) == expected[1]
+        llm.generate([[900 + i] for i in range(6)], params, False)  # which neither knows
         found["shares"] = [h.stats.generation_tokens - b for h, b in zip(core.handles, before, strict=True)]
     print(json.dumps(found))
 

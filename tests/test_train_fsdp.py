@@ -111,12 +111,12 @@ def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, 
     run = torchrun(2, tiny, tmp_path / "run", "fail_alone", steps=1)
     assert run.returncode == 0, run.stderr[-3000:]
     (first, old), (second, new) = torch.load(tmp_path / "run" / "out.pt")
-    assert new[0] == old[0] + 1 and new[1] == old[1] == new[0] + 1, "the next sync brings ranks to one version"
+    assert new[0] == old[0] + 1 and new[1] == old[1] > new[0], "ranks are at one version again"
     for seen in (first, second):
-        evaluate, step, save, weights, again, sync, repaired = seen
+        evaluate, step, save, weights, again, sync, load, after = seen
         assert all("division by zero" in problem for problem in (evaluate, step, sync))
         assert all("No space left on device" in problem for problem in (save, weights))
-        assert again is None and repaired is None
+        assert again is None and load is None and after is None
     assert "rank 1 failed: ZeroDivisionError" in first[0] and "rank 0 failed: OSError" in second[3]
 
 

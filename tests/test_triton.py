@@ -440,7 +440,7 @@ def test_kernels_compile(capability, tmp_path):
             assert c["stack"] <= (0 if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
-        if c["kernel"] == "_linear":
+        if c["kernel"] == "_linear" and c["constants"]["EVEN_K"]:
             assert not c["scalar_loads"], f"loads of one element: {c}"
         assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
         if c["kernel"] in ("_linear", "_linear_persistent", "_rms_norm") and "*bf16" in c["dtypes"]:

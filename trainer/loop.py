@@ -146,11 +146,13 @@ class Trainer:
         }
         return metrics | self._speed(rollouts)
 
-    def sync(self) -> None:
-        """Gives the engine the model's weights, on every rank under the same version."""
+    def sync(self, least: int = 0) -> None:
+        """Gives the engine the model's weights, on every rank under the same version, at least this one."""
         versions: list[int] = [0] * self.world
         dist.all_gather_object(versions, self.llm.weight_version)
-        agreed = max(versions) + 1 if len(set(versions)) > 1 else None  # an earlier sync failed on a part of the ranks
+        agreed = None  # the next
+        if len({*versions, max(*versions, least)}) > 1:  # a sync failed on some ranks, or engines are new
+            agreed = max(max(versions) + 1, least)
         with together():
             self.llm.update_weights(self.model, agreed)
 
@@ -357,9 +359,8 @@ class Trainer:
         self.steps_done, self.updates_done = state["step"], state["updates"]
         self.loss_scale, self._finite_updates = state["loss_scale"]
         self.llm.wake_up()  # if a step failed while it slept
-        version = state["weight_version"]
-        if self.updates_done:  # an engine that was in use before may be ahead
-            self.llm.update_weights(self.model, version if version > self.llm.weight_version else None)
+        if self.updates_done:
+            self.sync(state["weight_version"])
         self.worker.restart(self.steps_done * self.config.groups_per_step)
         return True
 

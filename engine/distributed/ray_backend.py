@@ -30,33 +30,46 @@ def node_address() -> str:
     return get_node_ip_address()
 
 
-def node_cpus() -> list[int]:
-    """CPUs of each of the cluster's nodes."""
-    return [int(n["Resources"].get("CPU", 0)) for n in ray().nodes() if n["Alive"]] or [0]
+def nodes() -> list[tuple[int, int]]:
+    """CPUs and GPUs of each of the cluster's nodes."""
+    found = [n["Resources"] for n in ray().nodes() if n["Alive"]]
+    return [(int(r.get("CPU", 0)), int(r.get("GPU", 0))) for r in found] or [(0, 0)]
+
+
+def fitting_threads(workers: int, on_gpus: bool) -> int:
+    """As many CPU threads as each of so many workers can have, with a GPU or without, on what the cluster has free."""
+    places, free = nodes(), ray().available_resources().get("CPU", 0)
+
+    def fits(threads: int) -> bool:
+        room = sum(min(cpus // threads, gpus) if on_gpus else cpus // threads for cpus, gpus in places)
+        return threads * workers <= free and room >= workers
+
+    return next(filter(fits, range(max(cpus for cpus, _ in places), 1, -1)), 1)
 
 
 class NoRoomError(WorkerError):
     """The cluster has not got what a replica needs."""
 
 
-def place(stages: int, threads: int, device: str, timeout: float) -> Any:
-    """A placement group with a bundle for each stage of a replica, close together.
-
-    NoRoomError when the cluster has not got it within `timeout` seconds.
-    """
-    module = ray()
-    from ray.util.placement_group import placement_group, remove_placement_group
+def reserve(stages: int, threads: int, device: str) -> Any:
+    """A placement group with a bundle for each stage of a replica, close together; it may have to wait for room."""
+    ray()
+    from ray.util.placement_group import placement_group
 
     bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if device.startswith("cuda") else {})
-    group = placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
+    return placement_group([dict(bundle) for _ in range(stages)], strategy="PACK")
+
+
+def wait_for_room(group: Any, timeout: float) -> None:
+    """NoRoomError when the cluster has not got a group's within `timeout` seconds."""
     if not group.wait(timeout):
-        remove_placement_group(group)
-        free = {k: v for k, v in module.available_resources().items() if k in bundle}
+        bundle, *others = group.bundle_specs
+        free = {k: v for k, v in ray().available_resources().items() if k in bundle}
         raise NoRoomError(
-            f"the Ray cluster had no room for {stages} stage(s) of {bundle} within {timeout:g} s; free are {free}. "
-            "Add nodes (`ray start --address=...`), or lower replicas, pipeline_parallel_size or OMP_NUM_THREADS"
+            f"the Ray cluster had no room for {1 + len(others)} stage(s) of {bundle} within {timeout:g} s; free are "
+            f"{free}. Add nodes (`ray start --address=...`), or lower replicas, pipeline_parallel_size or "
+            "OMP_NUM_THREADS"
         )
-    return group
 
 
 def release(group: Any) -> None:

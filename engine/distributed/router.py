@@ -14,7 +14,7 @@ import pathlib
 import queue
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -41,15 +41,12 @@ AFFINITY_TOKENS = 64  # prompts are compared by runs of so many
 AFFINITY_SLACK = 8  # sequences that a replica may have more than the least loaded and still get a prompt that it knows
 AFFINITY_ENTRIES = 2**16
 POLL = 0.005  # seconds that a step waits for news
-
-
-class _DonorError(Exception):
-    """Or is out of reach, while it copied its weights to a new replica."""
+ROOM_SOON = 5.0  # seconds: room on a cluster that takes longer is not waited for by others
 
 
 class _Handle:
-    """A replica as the router sees it: placing (waits for room on Ray) -> starting -> serving, which begins again when
-    it dies; or failed."""
+    """A replica as the router sees it: starting (or waiting, for room on Ray) -> serving, and when it dies all over
+    again; or failed."""
 
     def __init__(self, index: int):
         self.index, self.name = index, f"replica {index}"
@@ -80,6 +77,7 @@ class Router:
         self.max_model_len = max_model_len(path, config)
         self.tokenizer: Any = None
         self.threads = default_threads(config)
+        self.sharers = sharers_of(config, self.threads)
         self.host = ray_backend.node_address() if config.backend == "ray" else "127.0.0.1"
         self.requests: dict[str, Request] = {}
         self.weight_version = 0
@@ -91,7 +89,8 @@ class Router:
         self._moves: dict[str, float] = defaultdict(float)
         self._progressed: dict[str, Request] = {}
         self._affinity: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's start -> replica
-        self._borrowers: deque[tuple[_Handle, int | None]] = deque()  # new replicas that wait for one that can lend
+        self._newcomers: list[tuple[_Handle, int | None]] = []  # who can't be admitted yet
+        self._held_until = 0.0  # nobody is, while an update is under way, which would then miss one
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
         self.handles = [_Handle(i) for i in range(config.replicas)]
@@ -154,7 +153,8 @@ class Router:
     def _start(self, handle: _Handle) -> None:
         if self._closing.is_set():
             return
-        handle.state = "placing" if self.config.backend == "ray" else "starting"
+        if handle.state != "waiting":
+            handle.state = "starting"
         threading.Thread(target=self._start_worker, args=(handle,), daemon=True).start()
 
     def _start_worker(self, handle: _Handle) -> None:
@@ -164,15 +164,18 @@ class Router:
             where = None
             if config.backend == "ray":
                 self._give_up_room(handle)  # its node may be gone
-                handle.placement = ray_backend.place(stages, self.threads, config.device or "cpu", limit)
+                handle.placement = ray_backend.reserve(stages, self.threads, config.device or "cpu")
                 where = handle.placement, 0
-                self._events.put((handle, "placed", None))
+                if not handle.placement.wait(min(ROOM_SOON, limit)):
+                    self._events.put((handle, "waiting", None))
+                    ray_backend.wait_for_room(handle.placement, limit)
+                self._events.put((handle, "starting", None))
             gpus = gpus_of(config, handle.index * stages, stages)
             (peer,) = launch([handle.name], config, self.threads, where, None if gpus is None else [gpus])
             handle.peer = peer
             peer.on_event = lambda event: self._events.put((handle, "progress", event))
             peer.on_lost = lambda: self._events.put((handle, "lost", peer))
-            results([(handle.name, peer.call("make", Replica, str(self.path), config, sharers_of(config)))], limit)
+            results([(handle.name, peer.call("make", Replica, str(self.path), config, self.sharers))], limit)
             info = results([(handle.name, peer.call("describe"))], limit)[0]
             handle.beat = (-1, time.monotonic())
             self._events.put((handle, "started", info))
@@ -212,14 +215,19 @@ class Router:
                 item = self._events.get_nowait()
         except queue.Empty:
             pass
+        newcomers, self._newcomers = self._newcomers, []
+        for handle, version in newcomers:
+            self._handle_event(handle, "in step", version)
 
     def _handle_event(self, handle: _Handle, kind: str, value: Any) -> None:
         try:
             self._react(handle, kind, value)
-        except Exception:
+        except Exception as error:
             logger.exception("%s: %r can't be dealt with; it is ended", handle.name, kind)
             if handle.peer is not None:
                 handle.peer.kill()
+            if kind in ("started", "in step"):  # its death is news only of one that serves
+                self._react(handle, "not started", error)
 
     def _react(self, handle: _Handle, kind: str, value: Any) -> None:
         if kind == "progress":
@@ -231,16 +239,17 @@ class Router:
         elif kind == "lost":
             if value is handle.peer and handle.state == "serving":
                 self._lose(handle)
-        elif kind == "placed":
-            handle.state = "starting"
+        elif kind in ("starting", "waiting"):
+            handle.state = kind
         elif kind == "not started":
-            if not self.serving or not isinstance(value, ray_backend.NoRoomError):  # else it waits for another node
+            if not self.world_size or not isinstance(value, ray_backend.NoRoomError):  # else it waits for another node
                 handle.failed_starts += 1
             logger.error("%s did not start: %s", handle.name, value)
             if handle.failed_starts < MAX_STARTS:
                 self._start(handle)
             else:
                 handle.state = "failed"
+                self._give_up_room(handle)
                 if all(h.state == "failed" for h in self.handles):
                     self.failure = f"no replica starts any more: {value}"
         elif kind == "started":
@@ -255,8 +264,6 @@ class Router:
             self._admit(handle, value)
         elif kind == "has lent":
             handle.lends = False
-            for _ in range(len(self._borrowers)):
-                self._admit(*self._borrowers.popleft())
 
     def _lose(self, handle: _Handle) -> None:
         logger.error("%s died; its %d requests go on elsewhere", handle.name, len(handle.requests))
@@ -280,10 +287,13 @@ class Router:
         peer, serving = handle.peer, self.serving
         donor = next((h for h in serving if not h.lends), None)
         assert peer is not None
+        if time.monotonic() < self._held_until:
+            self._newcomers.append((handle, version))
+            return
         if self.has_weights and version != self.weight_version:
             first = version is None and self.weight_version == 0
             if serving and donor is None:
-                self._borrowers.append((handle, version))
+                self._newcomers.append((handle, version))
                 return
             if donor is None and self._stored is not None and not self._stored.unchanged:
                 logger.error("the files in %s have changed since they were read", self._stored.path)
@@ -315,7 +325,8 @@ class Router:
         self, handle: _Handle, donor: _Handle | None, stored: StoredWeights | None, version: int
     ) -> None:
         """In a thread: gives a new replica the weights in force, from another that serves, or where they were read."""
-        peer, limit = handle.peer, self.config.start_timeout
+        peer, sender = handle.peer, None if donor is None else donor.peer
+        limit = self.config.start_timeout
         assert peer is not None
         try:
             if donor is None:
@@ -325,34 +336,20 @@ class Router:
                 if not stored.unchanged:
                     raise WeightUpdateError(f"the files in {stored.path} changed while they were read")
             else:
-                version, stored = self._lend(donor, handle)
+                assert sender is not None
+                addresses = results([(donor.name, sender.call("addresses"))], limit)[0]
+                calls = call_all([peer], "take_weights", addresses) + call_all([sender], "send_weights", addresses)
+                version, stored = results(calls, limit)[1]
             results([(handle.name, peer.call("commit_update", version, True, stored))], limit)
             self._events.put((handle, "in step", version))
-        except _DonorError:
-            self._events.put((handle, "in step", None))  # with what it had: it takes them from another
         except Exception as error:
-            peer.kill()
-            self._events.put((handle, "not started", error))
+            if sender is not None and sender.lost:
+                self._events.put((handle, "in step", None))  # with what it had: it takes them from another
+            else:
+                peer.kill()
+                self._events.put((handle, "not started", error))
         if donor is not None:
             self._events.put((donor, "has lent", None))
-
-    def _lend(self, donor: _Handle, handle: _Handle) -> tuple[int, StoredWeights | None]:
-        """Copies weights from one replica to another; returns their version and where they are stored."""
-        assert donor.peer is not None and handle.peer is not None
-        limit, sender = self.config.start_timeout, donor.peer
-        try:
-            addresses = results([(donor.name, sender.call("addresses"))], limit)[0]
-            sent = sender.call("send_weights", addresses)
-        except WorkerError as error:
-            raise _DonorError from error
-        taken = handle.peer.call("take_weights", addresses)
-        found, received = outcomes([(donor.name, sent), (handle.name, taken)], limit)
-        if isinstance(found, WorkerError):
-            raise _DonorError from found
-        for outcome in (received, found):
-            if isinstance(outcome, Exception):
-                raise outcome
-        return found
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -460,13 +457,17 @@ class Router:
 
     @property
     def settled(self) -> bool:
-        """Does no replica start? What is to reach all of them waits for that."""
+        """Does no replica start? What is to reach all of them waits for that; for room, only if none serves."""
         self._pump()
-        return all(h.state != "starting" for h in self.handles)
+        coming = ("starting",) if self.serving else ("starting", "waiting")
+        return all(h.state not in coming for h in self.handles)
 
     def members(self) -> FanOut:
         """The replicas that serve."""
         self._pump()
+        return self._members()
+
+    def _members(self) -> FanOut:
         if self._fan_out is None:
             peers = [h.peer for h in self.serving if h.peer is not None]
             if not peers:
@@ -493,6 +494,7 @@ class Router:
         return [x for x in found if not isinstance(x, Exception)]
 
     def _drop_fan_out(self) -> None:
+        self._held_until = 0.0
         if self._fan_out is not None:
             self._fan_out.close()
             self._fan_out = None
@@ -500,7 +502,9 @@ class Router:
     def begin_weight_update(self) -> FanOutUpdate:
         if not self.settled:
             raise WeightUpdateError("a replica is starting; send the update again when it serves")
-        return FanOutUpdate(self.members(), self.table)
+        fan_out = self._members()
+        self._held_until = time.monotonic() + self.config.start_timeout
+        return FanOutUpdate(fan_out, self.table)
 
     def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
         """Prepared by all, or refused. Then there is no way back: who fails is started again with the new version."""
@@ -514,6 +518,7 @@ class Router:
     def _commit(self, update: FanOutUpdate, version: int, recompute_running: bool) -> None:
         calls = update.fan_out.start("commit_update", version, recompute_running)
         self.weight_version, self.has_weights, self._stored = version, True, update.stored
+        self._held_until = 0.0
         members, done = update.fan_out.members, 0
         answers = outcomes(calls, self.config.worker_timeout)
         for member, answer in zip(members, answers, strict=True):

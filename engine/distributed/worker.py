@@ -69,14 +69,14 @@ class Peer:
         self._pending: dict[int, Future] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._lost = False
+        self.lost = False
         threading.Thread(target=self._read, name=f"peer {name}", daemon=True).start()
 
     def call(self, method: str, *args) -> Future:
         """Starts the worker's method; WorkerError, from here or the future, when the worker is gone."""
         future: Future = Future()
         with self._lock:
-            if self._lost:
+            if self.lost:
                 raise WorkerError(f"{self.name} is gone")
             number = next(self._numbers)
             self._pending[number] = future
@@ -102,7 +102,7 @@ class Peer:
         except Exception:
             logger.exception("what %s sent can't be read", self.name)
         with self._lock:
-            self._lost = True
+            self.lost = True
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(WorkerError(f"{self.name} died"))
@@ -302,15 +302,16 @@ def gpus_of(config: EngineConfig, worker: int, count: int) -> str | None:
     return ",".join(gpus[(worker + i) % len(gpus)] for i in range(min(count, len(gpus))))
 
 
-def sharers_of(config: EngineConfig) -> int:
-    """Of so many workers each takes its part of a device's memory."""
+def sharers_of(config: EngineConfig, threads: int) -> int:
+    """Of so many workers, with so many threads, each takes its part of a device's memory."""
     cuda = (config.device or "cpu").startswith("cuda")
     if config.backend == "inproc" or (config.backend == "ray" and cuda):  # Ray gives each a GPU
         return 1
     if config.backend == "ray":
         from . import ray_backend
 
-        return max(1, min(config.num_workers, max(ray_backend.node_cpus()) // default_threads(config)))
+        largest = max(cpus for cpus, _ in ray_backend.nodes())
+        return max(1, min(config.num_workers, largest // threads))
     if not cuda:
         return config.num_workers
     return -(-config.num_workers // max(1, len(_visible_gpus())))
@@ -325,13 +326,11 @@ def default_threads(config: EngineConfig) -> int:
     """CPU threads of a worker: what OMP_NUM_THREADS says, or as many as all can have, here or on Ray's nodes."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return int(os.environ["OMP_NUM_THREADS"])
-    nodes = [len(os.sched_getaffinity(0))]
     if config.backend == "ray":
         from . import ray_backend
 
-        nodes = ray_backend.node_cpus()
-    fitting = (n for n in range(max(nodes), 1, -1) if sum(cpus // n for cpus in nodes) >= config.num_workers)
-    return next(fitting, 1)
+        return ray_backend.fitting_threads(config.num_workers, (config.device or "cpu").startswith("cuda"))
+    return max(1, len(os.sched_getaffinity(0)) // config.num_workers)
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
