@@ -116,7 +116,7 @@ def catch_all(capability: int) -> None:
         shapes = [(16, 8, 128, 0), (9, 3, 64, 512)]
         if capability == 80:  # the odd ones, for one GPU: a depth that no block divides, heads of strange widths
             linear.products(torch.empty(64, 100, dtype=dtype), [torch.empty(96, 100, dtype=dtype)], [None], dtype)
-            shapes += [(4, 1, 20, 0), (8, 1, 256, 0)]
+            shapes += [(4, 1, 20, 0), (8, 1, 96, 0)]
         for heads, kv_heads, dim, window in shapes:
             q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
