@@ -67,6 +67,8 @@ def main(old: str, new: str) -> None:
         before = [h.stats.generation_tokens if h.stats else 0 for h in core.handles]
         llm.generate([[900 + i] for i in range(6)], params, False)  # which neither knows
         found["shares"] = [h.stats.generation_tokens - b for h, b in zip(core.handles, before, strict=True)]
+    ray.shutdown()
+    cluster.shutdown()
     print(json.dumps(found))
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -378,6 +379,26 @@ def test_a_dead_stage_is_an_error_that_says_so(paths):
         run_and(llm, lambda: os.kill(pid, signal.SIGKILL))
     assert time.monotonic() - start < 30
     assert "stage" in llm.failure
+    with pytest.raises(WorkerError, match="make a new engine"):
+        llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
+    llm.close()
+
+
+def test_a_stage_that_dies_at_the_commit_ends_the_engine(paths):
+    """Its other stages have the new weights, and nobody has both."""
+    llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
+    (stage,) = llm.core.pipeline.remote
+    call = stage.call
+
+    def dying(method, *args):
+        if method == "commit_update":
+            stage.process.kill()
+        return call(method, *args)
+
+    stage.call = dying
+    with pytest.raises(WorkerError, match="stage 1"):
+        llm.update_weights(exact_model(paths[1]))
+    assert llm.weight_version == 0 and "stage 1" in llm.failure
     with pytest.raises(WorkerError, match="make a new engine"):
         llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
     llm.close()
@@ -759,7 +780,9 @@ def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypa
 def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
     """Its replica waits for room, as long as it takes; meanwhile the other one works, and updates wait for none."""
     command = [sys.executable, ROOT / "tests" / "ray_nodes.py", *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # or every `ray.init` here would look for this cluster
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["both"] and found["in flight"] and found["again"]
