@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -375,7 +375,8 @@ def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
     where, numerics = (config.dtype, config.device or "cpu"), (config.linear_route, config.exact)
     pages = seqs * (BALANCE_CONTEXT // ops.backend(torch.device(config.device or "cpu")).BLOCK + 1)
     times, before = [], torch.get_num_threads()
-    torch.set_num_threads(min(before, default_threads(config)))  # a stage's own
+    here = replace(config, backend="mp")  # Ray, which starts with its first question, would take the CPUs meanwhile
+    torch.set_num_threads(min(before, default_threads(here)))  # a stage's own
     try:
         for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
             runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)
