@@ -7,9 +7,4 @@ import sys
 from samebits.server.bench import measure
 
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-settings = job.get("settings", {})
-print(
-    json.dumps(
-        measure(job["model"], job, job.get("repeats", 1), job["dtype"], exact="--off" not in sys.argv, **settings)
-    )
-)
+print(json.dumps(measure(job["model"], job, 1, job["dtype"], exact="--off" not in sys.argv)))

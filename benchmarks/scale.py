@@ -1,26 +1,29 @@
 """Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
 
-usage: python benchmarks/scale.py [--rounds 3] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
+usage: python benchmarks/scale.py [--rounds 8] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
                                   [--trace FILE.png] [--profile FILE]
 
-Each layout runs in processes of its own, once a round, in turn; one thread a stage, all threads for one engine alone.
---profile only measures a layer's and the head's times, for simulate_scale.py.
+Each layout has processes of its own and runs once a round, in turn: one thread a stage, all threads for one engine
+alone. --profile only measures a layer's and the head's times, for simulate_scale.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
+import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +37,7 @@ from samebits.engine.pipeline import decode_seconds
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
 from samebits.model.stage import stage_model
-from samebits.server.bench import WORKLOADS
+from samebits.server.bench import WORKLOADS, measure
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
@@ -51,32 +54,81 @@ def layouts(backends: list[str]) -> dict[str, dict]:
     return found
 
 
-def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> dict[str, list[float]]:
-    """Output tokens/s of each round, on the mixed workload; of a second run: Ray's own processes have started."""
-    rates: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(layouts(backends)), unit="run") as bar:
-        for _ in range(rounds):
-            for name, settings in layouts(backends).items():
-                job = pathlib.Path(folder) / "job.json"
-                work = WORKLOADS["mixed"]()
-                job.write_text(json.dumps({"model": model, "dtype": dtype, "settings": settings, "repeats": 2, **work}))
-                command = [sys.executable, str(HERE / "run_samebits.py"), str(job)]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
-                line = next(x for x in done.stdout.splitlines() if x.startswith("{"))
-                rates.setdefault(name, []).append(json.loads(line)["output_tok_s"][-1])
-                bar.update()
-    return rates
+@contextlib.contextmanager
+def ray_cluster(cpus: int) -> Iterator[str]:
+    """Its address."""
+    import ray
+
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
 
 
-def update_seconds(model: str, repeats: int = 11) -> dict[int, list[float]]:
+def ray_seconds() -> float:
+    """CPU time so far of Ray's own processes, which are children of this one."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if ("/ray/" in command or "ray::" in command) and "ray::Actor" not in command:
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
+def _take_turns(pipe: Any, model: str, dtype: str, runs: int, settings: dict) -> None:
+    """In a layout's process: says that it is ready, waits to be asked for the next run; at last sends what it found."""
+
+    def turn() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    pipe.send(measure(model, WORKLOADS["mixed"](), runs, dtype, True, turn, **settings)["output_tok_s"])
+
+
+def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> tuple[dict[str, list[float]], float | None]:
+    """Output tokens/s of each round on the mixed workload, and the share of a CPU that Ray's own processes take.
+
+    All layouts are alive and take turns, in another order each round: neighbours' load hits all alike. A first round,
+    which touches memory for the first time, is not counted.
+    """
+    spawn, names = multiprocessing.get_context("spawn"), layouts(backends)
+    pipes: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}))  # what the layouts inherit
+        if "ray" in backends:
+            os.environ["RAY_ADDRESS"] = stack.enter_context(ray_cluster(2 * len(names)))
+        for name, settings in names.items():
+            os.environ.pop("OMP_NUM_THREADS", None)
+            if name != ALONE:
+                os.environ["OMP_NUM_THREADS"] = "1"
+            ours, theirs = spawn.Pipe()
+            pipes[name] = stack.enter_context(ours)
+            spawn.Process(target=_take_turns, args=(theirs, model, dtype, rounds + 1, settings)).start()
+            theirs.close()
+            ours.recv()
+        order, shuffle = list(names), random.Random(0).shuffle
+        rates: dict[str, list[float]] = {}
+        start, before = time.perf_counter(), ray_seconds()
+        for number in tqdm(range(rounds + 1), desc=dtype, unit="round"):
+            shuffle(order)
+            for name in order:
+                pipes[name].send(None)
+                answer = pipes[name].recv()
+                if number == rounds:
+                    rates[name] = answer[1:]
+        share = (ray_seconds() - before) / (time.perf_counter() - start)
+    return {name: rates[name] for name in names}, share if "ray" in backends else None
+
+
+def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[float]]:
     """Of updates from a module to 1 and to 2 replicas of one thread each, in turn; the first three, which make groups
     and touch memory for the first time, are not counted."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    settings: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
+    settings: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
     routers = {n: Router(resolve(model), EngineConfig(replicas=n, **settings)) for n in (1, 2)}
-    source = exact_model(model)
+    source = exact_model(model, dtype)
     times: dict[int, list[float]] = {n: [] for n in routers}
     for version in range(1, repeats + 4):
         for count, router in routers.items():
@@ -184,7 +236,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     dtypes = ["bfloat16", "float32", "float16"]
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
     parser.add_argument("--trace", type=pathlib.Path, default=HERE.parent / "docs" / "pipeline_trace.png")
@@ -195,38 +247,34 @@ def main() -> None:
         print(args.profile.read_text())
         return
     console = Console()
-    rates: dict[str, dict] = {}
-    ratios: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for dtype in args.dtypes:
-        rates[dtype], ratios[dtype] = throughput(args.model, dtype, args.backends, args.rounds), {}
-        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}")
-        for name, each in rates[dtype].items():
-            ratio = statistics.median(a / b for a, b in zip(each, rates[dtype][ALONE], strict=True))
-            runs = " ".join(f"{x:.0f}" for x in each)
-            table.add_row(name, f"{statistics.median(each):.0f}", runs, f"{ratio:.2f} x")
-            ratios[dtype][name] = ratio
+        rates, share = throughput(args.model, dtype, args.backends, args.rounds)
+        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")
+        ratios: dict[str, dict] = {}
+        for name, each in rates.items():
+            others = {"of one": ALONE} | ({"of mp": name.replace("ray", "mp")} if "ray" in name else {})
+            ratios[name] = {
+                key: statistics.median(a / b for a, b in zip(each, rates[other], strict=True))
+                for key, other in others.items()
+                if other in rates
+            }
+            shown = [f"{ratios[name][key]:.3f} x" if key in ratios[name] else "" for key in ("of one", "of mp")]
+            table.add_row(name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), *shown)
         console.print(table)
-    updates = update_seconds(args.model)
-    medians = {n: statistics.median(t) for n, t in updates.items()}
-    console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
-                  f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
+        if share is not None:
+            console.print(f"Ray's own processes took {100 * share:.1f} % of a CPU")
+        updates = update_seconds(args.model, dtype)
+        medians = {n: statistics.median(t) for n, t in updates.items()}
+        console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
+                      f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
+        results[dtype] = {"output_tok_s": rates, "ratios": ratios, "ray_cpu": share, "update_seconds": updates}
     found = trace(args.model)
     draw(found, args.trace)
     console.print(f"2 stages, 4 batches in flight: busy {found['busy']}, both at once {found['both']:.2f}")
-    args.out.write_text(
-        json.dumps(
-            {
-                "cpus": os.cpu_count(),
-                "torch": torch.__version__,
-                "output_tok_s": rates,
-                "ratios": ratios,
-                "update_seconds": updates,
-                "trace": {k: v for k, v in found.items() if k != "steps"},
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    summary = {"cpus": os.cpu_count(), "torch": torch.__version__, "dtypes": results}
+    summary["trace"] = {k: v for k, v in found.items() if k != "steps"}
+    args.out.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

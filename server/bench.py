@@ -30,10 +30,18 @@ def grouped(count: int = 8, n: int = 16, length: int = 256, output_len: int = 64
 WORKLOADS: dict[str, Callable[[], dict]] = {"mixed": mixed, "grouped": grouped}
 
 
-def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool, **settings) -> dict:
+def measure(
+    model: str,
+    workload: dict,
+    repeats: int,
+    dtype: str,
+    exact: bool,
+    turn: Callable[[], object] = lambda: None,
+    **settings,
+) -> dict:
     """Times the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared.
 
-    settings: more of `EngineConfig`.
+    turn: called before each run, to wait for others. settings: more of `EngineConfig`.
     """
     from ..engine import LLM, SamplingParams
 
@@ -52,6 +60,7 @@ def measure(model: str, workload: dict, repeats: int, dtype: str, exact: bool, *
     seconds = []
     for _ in tqdm(range(repeats), desc=f"{workload['name']}, exact={exact}", unit="run", delay=2):
         llm.reset_prefix_cache()
+        turn()
         before = llm.stats().prompt_tokens_computed
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)

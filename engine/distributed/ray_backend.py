@@ -83,6 +83,10 @@ def own_placement() -> Any:
     return ray().util.get_current_placement_group()
 
 
+# Ray's workers have niceness 15, and so would wait for whatever else a node runs; the driver's stage for them.
+AS_URGENT_AS_THE_DRIVER = {"env_vars": {"RAY_worker_niceness": "0"}}
+
+
 class Actor:
     """What runs in Ray's process."""
 
@@ -114,6 +118,8 @@ def start(
     handles = []
     for index in range(count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first + index)
-        actor = remote.options(scheduling_strategy=strategy, num_cpus=threads, num_gpus=gpus).remote()
+        actor = remote.options(
+            scheduling_strategy=strategy, num_cpus=threads, num_gpus=gpus, runtime_env=AS_URGENT_AS_THE_DRIVER
+        ).remote()
         handles.append(_Handle(actor, actor.work.remote(threads, *where, index, config.worker_timeout)))
     return handles
