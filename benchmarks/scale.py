@@ -1,10 +1,11 @@
 """Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
 
 usage: python benchmarks/scale.py [--rounds 8] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
-                                  [--trace FILE.png] [--profile FILE]
+                                  [--only WORD] [--trace FILE.png] [--profile FILE]
 
 Each layout has processes of its own and runs once a round, in turn: one thread a stage, all threads for one engine
-alone. --profile only measures a layer's and the head's times, for simulate_scale.py.
+alone. --only compares the layouts whose names have that word, and measures nothing else. --profile only measures a
+layer's and the head's times, for simulate_scale.py.
 """
 
 from __future__ import annotations
@@ -87,19 +88,21 @@ def _take_turns(pipe: Any, model: str, dtype: str, runs: int, settings: dict) ->
     pipe.send(measure(model, WORKLOADS["mixed"](), runs, dtype, True, turn, **settings)["output_tok_s"])
 
 
-def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> tuple[dict[str, list[float]], float | None]:
+def throughput(
+    model: str, dtype: str, chosen: dict[str, dict], rounds: int
+) -> tuple[dict[str, list[float]], float | None]:
     """Output tokens/s of each round on the mixed workload, and the share of a CPU that Ray's own processes take.
 
     All layouts are alive and take turns, in another order each round: neighbours' load hits all alike. A first round,
     which touches memory for the first time, is not counted.
     """
-    spawn, names = multiprocessing.get_context("spawn"), layouts(backends)
+    spawn, on_ray = multiprocessing.get_context("spawn"), any(s.get("backend") == "ray" for s in chosen.values())
     pipes: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}))  # what the layouts inherit
-        if "ray" in backends:
-            os.environ["RAY_ADDRESS"] = stack.enter_context(ray_cluster(2 * len(names)))
-        for name, settings in names.items():
+        if on_ray:
+            os.environ["RAY_ADDRESS"] = stack.enter_context(ray_cluster(2 * len(chosen)))
+        for name, settings in chosen.items():
             os.environ.pop("OMP_NUM_THREADS", None)
             if name != ALONE:
                 os.environ["OMP_NUM_THREADS"] = "1"
@@ -108,7 +111,7 @@ def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> tupl
             spawn.Process(target=_take_turns, args=(theirs, model, dtype, rounds + 1, settings)).start()
             theirs.close()
             ours.recv()
-        order, shuffle = list(names), random.Random(0).shuffle
+        order, shuffle = list(chosen), random.Random(0).shuffle
         rates: dict[str, list[float]] = {}
         start, before = time.perf_counter(), ray_seconds()
         for number in tqdm(range(rounds + 1), desc=dtype, unit="round"):
@@ -119,7 +122,7 @@ def throughput(model: str, dtype: str, backends: list[str], rounds: int) -> tupl
                 if number == rounds:
                     rates[name] = answer[1:]
         share = (ray_seconds() - before) / (time.perf_counter() - start)
-    return {name: rates[name] for name in names}, share if "ray" in backends else None
+    return {name: rates[name] for name in chosen}, share if on_ray else None
 
 
 def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[float]]:
@@ -238,10 +241,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
+    parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
     parser.add_argument("--trace", type=pathlib.Path, default=HERE.parent / "docs" / "pipeline_trace.png")
     parser.add_argument("--profile", nargs="?", type=pathlib.Path, const=RESULTS / "stage_times.json")
     args = parser.parse_args()
+    if not any(args.only in name for name in layouts(args.backends)):
+        parser.error(f"--only {args.only}: choose a word of one of {', '.join(layouts(args.backends))}")
     if args.profile:
         args.profile.write_text(json.dumps(profile(args.model), indent=1) + "\n")
         print(args.profile.read_text())
@@ -249,7 +255,8 @@ def main() -> None:
     console = Console()
     results: dict[str, dict] = {}
     for dtype in args.dtypes:
-        rates, share = throughput(args.model, dtype, args.backends, args.rounds)
+        chosen = {name: s for name, s in layouts(args.backends).items() if args.only in name}
+        rates, share = throughput(args.model, dtype, chosen, args.rounds)
         table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")
         ratios: dict[str, dict] = {}
         for name, each in rates.items():
@@ -264,11 +271,15 @@ def main() -> None:
         console.print(table)
         if share is not None:
             console.print(f"Ray's own processes took {100 * share:.1f} % of a CPU")
+        if args.only:
+            continue
         updates = update_seconds(args.model, dtype)
         medians = {n: statistics.median(t) for n, t in updates.items()}
         console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
                       f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
         results[dtype] = {"output_tok_s": rates, "ratios": ratios, "ray_cpu": share, "update_seconds": updates}
+    if args.only:
+        return
     found = trace(args.model)
     draw(found, args.trace)
     console.print(f"2 stages, 4 batches in flight: busy {found['busy']}, both at once {found['both']:.2f}")

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from samebits import LLM, SamplingParams
-from samebits.engine import WeightUpdateError
+from samebits.engine import WeightUpdateError, pipeline
 from samebits.engine.config import EngineConfig
 from samebits.engine.distributed import fan_out, ray_backend, worker
 from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
+from samebits.model.stage import split_by_size
 from samebits.server import Client
 from samebits.trainer import exact_model, token_logprobs
 
@@ -791,11 +792,21 @@ def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
     assert min(found["shares"]) > 0
 
 
+def test_a_split_by_measured_time_changes_no_bit(paths, expected, monkeypatch):
+    measure, times = pipeline.decode_seconds, iter([1.0, 1.0])  # a layer, and one with a head that costs nothing
+    monkeypatch.setattr(pipeline, "decode_seconds", lambda *of: measure(*of, repeats=1) and next(times))
+    llm = LLM(paths[0], pipeline_parallel_size=2, balance=True, backend="inproc", **SMALL)
+    assert llm.core.pipeline.layers == [(0, 2), (2, 4)] != split_by_size(paths[0], 2)
+    assert bits(generate(llm)) == expected[0]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster, stages):
     """Each with a placement group and an actor a stage."""
     llm = LLM(paths[0], replicas=2, pipeline_parallel_size=stages, backend="ray", **SMALL)
     try:
+        actors = [p for p in psutil.Process().children(recursive=True) if "ray::Actor" in p.name()]
+        assert len(actors) >= 2 and {p.nice() for p in actors} == {os.nice(0)}, "they would wait for any other process"
         outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
         assert bits(outputs) == expected[0]
         llm.update_weights(exact_model(paths[1]))

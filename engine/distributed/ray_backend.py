@@ -24,10 +24,7 @@ def ray() -> Any:
 
 def node_address() -> str:
     """This node's address, as the cluster's other nodes reach it."""
-    ray()
-    from ray.util import get_node_ip_address
-
-    return get_node_ip_address()
+    return ray().util.get_node_ip_address()
 
 
 def nodes() -> list[tuple[int, int]]:
@@ -113,13 +110,11 @@ def start(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, first = placement
-    remote = ray().remote(Actor)
+    remote = ray().remote(runtime_env=AS_URGENT_AS_THE_DRIVER)(Actor)
     gpus = 1 if (config.device or "cpu").startswith("cuda") else 0
     handles = []
     for index in range(count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first + index)
-        actor = remote.options(
-            scheduling_strategy=strategy, num_cpus=threads, num_gpus=gpus, runtime_env=AS_URGENT_AS_THE_DRIVER
-        ).remote()
+        actor = remote.options(scheduling_strategy=strategy, num_cpus=threads, num_gpus=gpus).remote()
         handles.append(_Handle(actor, actor.work.remote(threads, *where, index, config.worker_timeout)))
     return handles
