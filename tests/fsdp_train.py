@@ -25,6 +25,7 @@ def main(job_file: str, out_file: str) -> None:
     config = TrainConfig(**base | job["changes"])
     if job["action"] != "step":
         ACTIONS[job["action"]](config, out_file)
+        dist.destroy_process_group()
         return
     llm = None
     if job["engine_url"]:
