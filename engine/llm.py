@@ -35,7 +35,8 @@ class LLM:
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
-        core = Router if self.config.replicas > 1 else EngineCore
+        behind_router = self.config.replicas > 1 or self.config.backend == "ray"  # whose stages Ray places, all of them
+        core = Router if behind_router else EngineCore
         self.core: EngineCore | Router = core(self.path, self.config)
         self.contract = self.core.contract
         self.eos_token_ids = self.core.eos_token_ids

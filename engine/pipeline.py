@@ -263,7 +263,6 @@ class Pipeline:
             layers = [*stage_layers(path, config)]
         self.layers = layers
         self.remote: list[Peer] = []
-        self.own_placement: Any = None
         distant = 0 if config.backend == "inproc" else count - 1
         # a replica's group on Ray has room for its stages of as many threads as this process has
         threads = torch.get_num_threads() if placement is not None else default_threads(config)
@@ -272,12 +271,7 @@ class Pipeline:
                 torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
                 names = [f"stage {rank}" for rank in range(1, count)]
                 logger.info("starting %d stages with layers %s", count, layers)
-                where = None
-                if config.backend == "ray":  # a replica's group has a place for the first stage, too, which is here
-                    if placement is None:
-                        self.own_placement = ray_backend.reserve(distant, threads, config.device or "cpu")
-                        ray_backend.wait_for_room(self.own_placement, config.start_timeout)
-                    where = placement or self.own_placement, 0 if placement is None else 1
+                where = None if placement is None else (placement, 1)  # its first place has the first stage
                 gpus = [gpus_of(config, rank, 1) or "" for rank in range(1, count)]
                 self.remote = launch(names, config, threads, where, gpus if any(gpus) else None)
             made = [
@@ -352,9 +346,6 @@ class Pipeline:
         """Ends the processes of other stages."""
         for peer in self.remote:
             peer.kill()
-        if self.own_placement is not None:
-            ray_backend.release(self.own_placement)
-            self.own_placement = None
 
 
 def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:

@@ -80,8 +80,8 @@ def own_placement() -> Any:
     return ray().util.get_current_placement_group()
 
 
-# Ray's workers have niceness 15, and so would wait for whatever else a node runs; the driver's stage for them.
-AS_URGENT_AS_THE_DRIVER = {"env_vars": {"RAY_worker_niceness": "0"}}
+# Ray adds 15 to the niceness of its workers, which would then wait for whatever else a node runs.
+AS_URGENT_AS_RAY = {"env_vars": {"RAY_worker_niceness": "0"}}
 
 
 class Actor:
@@ -110,7 +110,7 @@ def start(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, first = placement
-    remote = ray().remote(runtime_env=AS_URGENT_AS_THE_DRIVER)(Actor)
+    remote = ray().remote(runtime_env=AS_URGENT_AS_RAY)(Actor)
     gpus = 1 if (config.device or "cpu").startswith("cuda") else 0
     handles = []
     for index in range(count):
