@@ -34,7 +34,7 @@ from samebits import LLM, SamplingParams
 from samebits.engine import EngineConfig
 from samebits.engine.distributed.router import Router
 from samebits.engine.model_runner import ModelRunner
-from samebits.engine.pipeline import decode_seconds
+from samebits.engine.pipeline import decode_seconds, stage_layers
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
 from samebits.model.stage import stage_model
@@ -45,12 +45,15 @@ RESULTS = HERE / "results"
 ALONE = "1 stage, all threads"
 
 
-def layouts(backends: list[str]) -> dict[str, dict]:
-    """Name -> settings. The KV pool is 1 GiB in all: half in each replica; a stage needs half for as many tokens."""
+def layouts(backends: list[str], split: tuple[int, ...] = ()) -> dict[str, dict]:
+    """Name -> settings. The KV pool is 1 GiB in all: half in each replica; a stage needs half for as many tokens.
+
+    split: the layers of each of two stages, measured once for all.
+    """
     half = {"kv_cache_memory_bytes": 2**29}
     found: dict[str, dict] = {ALONE: {}}
     for backend in backends:
-        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "balance": True, "backend": backend} | half
+        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "stage_layers": split, "backend": backend} | half
         found[f"2 replicas, {backend}"] = {"replicas": 2, "backend": backend} | half
     return found
 
@@ -242,7 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--only", default="", metavar="WORD")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scale.json")
+    parser.add_argument("--out", type=pathlib.Path, help="default: benchmarks/results/scale[_WORD].json")
     parser.add_argument("--trace", type=pathlib.Path, default=HERE.parent / "docs" / "pipeline_trace.png")
     parser.add_argument("--profile", nargs="?", type=pathlib.Path, const=RESULTS / "stage_times.json")
     args = parser.parse_args()
@@ -252,10 +255,13 @@ def main() -> None:
         args.profile.write_text(json.dumps(profile(args.model), indent=1) + "\n")
         print(args.profile.read_text())
         return
+    args.out = args.out or RESULTS / f"scale{args.only and '_'}{args.only}.json"
     console = Console()
     results: dict[str, dict] = {}
     for dtype in args.dtypes:
-        chosen = {name: s for name, s in layouts(args.backends).items() if args.only in name}
+        cut = EngineConfig(pipeline_parallel_size=2, balance=True, dtype=dtype)
+        split = tuple(b - a for a, b in stage_layers(resolve(args.model), cut))
+        chosen = {name: s for name, s in layouts(args.backends, split).items() if args.only in name}
         rates, share = throughput(args.model, dtype, chosen, args.rounds)
         table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")
         ratios: dict[str, dict] = {}
@@ -271,20 +277,19 @@ def main() -> None:
         console.print(table)
         if share is not None:
             console.print(f"Ray's own processes took {100 * share:.1f} % of a CPU")
+        results[dtype] = {"stage_layers": split, "output_tok_s": rates, "ratios": ratios, "ray_cpu": share}
         if args.only:
             continue
-        updates = update_seconds(args.model, dtype)
+        updates = results[dtype]["update_seconds"] = update_seconds(args.model, dtype)
         medians = {n: statistics.median(t) for n, t in updates.items()}
         console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
                       f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
-        results[dtype] = {"output_tok_s": rates, "ratios": ratios, "ray_cpu": share, "update_seconds": updates}
-    if args.only:
-        return
-    found = trace(args.model)
-    draw(found, args.trace)
-    console.print(f"2 stages, 4 batches in flight: busy {found['busy']}, both at once {found['both']:.2f}")
     summary = {"cpus": os.cpu_count(), "torch": torch.__version__, "dtypes": results}
-    summary["trace"] = {k: v for k, v in found.items() if k != "steps"}
+    if not args.only:
+        found = trace(args.model)
+        draw(found, args.trace)
+        console.print(f"2 stages, 4 batches in flight: busy {found['busy']}, both at once {found['both']:.2f}")
+        summary["trace"] = {k: v for k, v in found.items() if k != "steps"}
     args.out.write_text(json.dumps(summary, indent=1) + "\n")
 
 
