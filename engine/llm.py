@@ -35,8 +35,8 @@ class LLM:
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
-        behind_router = self.config.replicas > 1 or self.config.backend == "ray"  # whose stages Ray places, all of them
-        core = Router if behind_router else EngineCore
+        # Ray has to place all stages: with the first one in this process, it would give its GPU away again
+        core = Router if self.config.replicas > 1 or self.config.backend == "ray" else EngineCore
         self.core: EngineCore | Router = core(self.path, self.config)
         self.contract = self.core.contract
         self.eos_token_ids = self.core.eos_token_ids
@@ -327,7 +327,7 @@ class LLM:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of an engine without replicas."""
+        """Of an engine in this process: neither of replicas, nor on Ray."""
         return self.core.scheduler  # type: ignore[union-attr]
 
     def stats(self) -> EngineStats:

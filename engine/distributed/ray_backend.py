@@ -106,7 +106,7 @@ class _Handle:
 def start(
     count: int, where: tuple[str, int, str], config: EngineConfig, threads: int, placement: tuple[Any, int]
 ) -> Sequence[Process]:
-    """where: host, port and key of the connection. placement: a group from `place`, and the first worker's bundle."""
+    """where: host, port and key of the connection. placement: a group from `reserve`, and the first worker's bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, first = placement
