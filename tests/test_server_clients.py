@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -77,10 +78,10 @@ def router(module, servers):
 
 
 @contextlib.contextmanager
-def command_line(path, *options):
+def command_line(path, *options, seconds=60):
     port = free_port()
     command = [Path(sys.executable).with_name("samebits"), "serve", path, "--port", str(port), *options]
-    with started([*map(str, command), "--kv-cache-memory-bytes", str(2**22)], port) as process:
+    with started([*map(str, command), "--kv-cache-memory-bytes", str(2**22)], port, seconds) as process:
         yield process, f"http://127.0.0.1:{port}"
 
 
@@ -209,6 +210,32 @@ def test_killed_clients_leave_nothing_behind(servers):
         client.wait()
     server.idle()
     assert server.engine.finished["abort"] > before
+
+
+@pytest.mark.parametrize("layout", [("--pp", 2, "--balance"), ("--replicas", 2, "--backend", "ray")], ids=str)
+def test_stages_and_replicas_behind_one_address(path, expected, layout):
+    """On Ray without a cluster, which `samebits serve` then starts, and ends."""
+    with command_line(path, *layout, seconds=120) as (process, url):
+
+        def completions():
+            reply = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "return_token_ids": True} | SAMPLING)
+            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in reply.json()["choices"]]
+
+        def children():
+            return psutil.Process(process.pid).children(recursive=True)
+
+        assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 2}
+        assert completions() == expected
+        if "ray" in layout:
+            actors = [p for p in children() if "ray::Actor" in p.name()]
+            actors[0].kill()
+            assert completions() == expected
+            wait_for(lambda: len({p for p in children() if "ray::Actor" in p.name()} - set(actors)) == 1, 60)
+            assert completions() == expected
+        left = children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert left and not psutil.wait_procs(left, 20)[1]
 
 
 def test_sigterm_under_load_finishes_what_runs_turns_the_rest_away_and_exits_0(path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,8 +20,27 @@ def ray() -> Any:
     except ImportError as error:
         raise WorkerError("backend 'ray' needs Ray: pip install 'samebits[ray]'") from error
     if not ray.is_initialized():
-        ray.init(log_to_driver=True, include_dashboard=False)
+        if threading.current_thread() is threading.main_thread():
+            ray.init(include_dashboard=False)
+        else:
+            _init_for_good(ray)
     return ray
+
+
+def _init_for_good(ray: Any) -> None:
+    """In a thread that stays: a local cluster's processes end with the thread that started them."""
+    done: Future = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(ray.init(include_dashboard=False))
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    done.result()
 
 
 def node_address() -> str:
