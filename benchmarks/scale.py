@@ -260,7 +260,7 @@ def main() -> None:
     results: dict[str, dict] = {}
     for dtype in args.dtypes:
         cut = EngineConfig(pipeline_parallel_size=2, balance=True, dtype=dtype)
-        split = tuple(b - a for a, b in stage_layers(resolve(args.model), cut))
+        split = tuple(b - a for a, b in stage_layers(resolve(args.model), cut, 1))
         chosen = {name: s for name, s in layouts(args.backends, split).items() if args.only in name}
         rates, share = throughput(args.model, dtype, chosen, args.rounds)
         table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")

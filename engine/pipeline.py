@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -99,6 +99,7 @@ class Stage(UpdateMember):
         if device.type != "cuda":
             return psutil.virtual_memory().available // 4
         step = ModelRunner.peak_bytes(self.model, self.config.max_num_batched_tokens)
+        torch.cuda.empty_cache()  # of what `balance` measured
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self.config.gpu_memory_utilization) * total - step)
 
@@ -258,14 +259,11 @@ class Pipeline:
     ):
         self.config = config
         count = config.pipeline_parallel_size
-        layers: list[Layers | None] = [None]
-        if count > 1:
-            layers = [*stage_layers(path, config)]
-        self.layers = layers
-        self.remote: list[Peer] = []
         distant = 0 if config.backend == "inproc" else count - 1
         # a replica's group on Ray has room for its stages of as many threads as this process has
         threads = torch.get_num_threads() if placement is not None else default_threads(config)
+        self.layers = layers = [*stage_layers(path, config, threads)] if count > 1 else [None]
+        self.remote: list[Peer] = []
         try:
             if distant:
                 torch.set_num_threads(min(threads, torch.get_num_threads()))  # the first stage is here
@@ -348,17 +346,22 @@ class Pipeline:
             peer.kill()
 
 
-def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
-    """The layers of each stage: as the configuration says, by measured time (`balance`), or by the stages' size."""
+def stage_layers(path: pathlib.Path, config: EngineConfig, threads: int) -> list[Layers]:
+    """The layers of each stage: as the configuration says, by measured time (`balance`), or by the stages' size.
+
+    threads: that a stage will have.
+    """
     if config.stage_layers is not None:
         ends = [*itertools.accumulate(config.stage_layers)]
         if ends[-1] != (count := load_config(path).num_hidden_layers):
             raise ValueError(f"stage_layers {list(config.stage_layers)} add up to {ends[-1]}; the model has {count}")
         return list(zip([0, *ends[:-1]], ends, strict=True))
-    return _measured_split(path, config) if config.balance else split_by_size(path, config.pipeline_parallel_size)
+    if config.balance:
+        return _measured_split(path, config, threads)
+    return split_by_size(path, config.pipeline_parallel_size)
 
 
-def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
+def _measured_split(path: pathlib.Path, config: EngineConfig, threads: int) -> list[Layers]:
     """By the time of a decode step through one layer, and through the head. Of a quarter of the sequences that a batch
     may have: it isn't full for long, and prompts, which hardly need the head, want their time, too."""
     seqs = -(-config.max_num_seqs // (4 * config.num_batches))
@@ -366,8 +369,7 @@ def _measured_split(path: pathlib.Path, config: EngineConfig) -> list[Layers]:
     where, numerics = (config.dtype, config.device or "cpu"), (config.linear_route, config.exact)
     pages = seqs * (BALANCE_CONTEXT // ops.backend(torch.device(config.device or "cpu")).BLOCK + 1)
     times, before = [], torch.get_num_threads()
-    here = replace(config, backend="mp")  # Ray, which starts with its first question, would take the CPUs meanwhile
-    torch.set_num_threads(min(before, default_threads(here)))  # a stage's own
+    torch.set_num_threads(min(before, threads))
     try:
         for layers in ((count // 2, count // 2 + 1), (count - 1, count)):
             runner = ModelRunner(stage_model(path, *where, layers, *numerics), pages)

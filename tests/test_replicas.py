@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import psutil
@@ -317,24 +318,52 @@ def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, pa
     assert bits(generate(pair)) == expected[1]
 
 
-def test_a_replica_that_dies_at_the_commit_comes_back_with_the_new_version(pair, paths, expected):
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, paths, expected, how):
     before = pair.update_weights(paths[0])
     peer = pair.core.handles[0].peer
     call = peer.call
 
-    def dying(method, *args):
-        if method == "commit_update":
+    def failing(method, *args):
+        if method == "commit_update" and how == "dies":
             os.kill(peer.process.process.pid, signal.SIGKILL)
             time.sleep(0.2)
+        elif method == "commit_update":
+            args = ()
         return call(method, *args)
 
-    peer.call = dying
+    peer.call = failing
     version = pair.update_weights(exact_model(paths[1]))
     assert version == before + 1 and bits(generate(pair)) == expected[1]
     wait_for(lambda: all_serve(pair), 60)
     outputs = generate(pair)
     assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {version}
     assert min(h.stats.generation_tokens for h in pair.core.handles) > 0
+
+
+@pytest.mark.parametrize("phase", ["transfer", "prepare"])
+def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, paths, expected, phase, monkeypatch):
+    """And lives: it can't read a bucket, or finds in the end that it had not got one."""
+    version = pair.update_weights(exact_model(paths[0]))
+    peers = [h.peer for h in pair.core.handles]
+    call = peers[1].call
+
+    def failing(method, *args):
+        if method != "read_update":
+            return call(method, *args)
+        if phase == "transfer":
+            return call(method, "/nowhere", *args[1:])
+        nothing = Future()
+        nothing.set_result(None)
+        return nothing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peers[1], "call", failing)
+        with pytest.raises((FileNotFoundError, WeightUpdateError), match=r"nowhere|missing"):
+            pair.update_weights(exact_model(paths[1]))
+    assert pair.weight_version == version and bits(generate(pair)) == expected[0]
+    assert [h.peer for h in pair.core.handles] == peers, "an error is no death"
+    assert pair.update_weights(exact_model(paths[1])) == version + 1 and bits(generate(pair)) == expected[1]
 
 
 @pytest.mark.slow
@@ -417,7 +446,7 @@ def test_a_stage_that_hangs_is_an_error_in_time(paths):
 
 def test_a_stage_of_a_replica_dies(paths, expected):
     """The whole replica is started again; its requests go on elsewhere."""
-    llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
+    llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, balance=True, **SMALL)
     try:
         (stage,) = workers_of(llm.core.handles[0].peer.process.process)
         outputs = run_and(llm, stage.kill)
@@ -432,28 +461,44 @@ def test_a_stage_of_a_replica_dies(paths, expected):
 CUT_OFF = """
 import subprocess, sys, time, psutil
 from samebits import LLM, SamplingParams
-subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+def ip(command):
+    subprocess.run(["ip", *command.split()], check=True)
+
+ip("link set lo up")
 llm = LLM(sys.argv[1], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=4.0)
 llm.add_request([5, 7, 9], SamplingParams(max_tokens=400, seed=0, ignore_eos=True))
 for _ in range(10):
     llm.step()
-subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+if sys.argv[2] == "everything":
+    ip("link set lo down")
+else:  # all connections but the one that calls go over
+    ip("rule add pref 2 lookup local")
+    ip("rule del pref 0")
+    calls = llm.core.pipeline.remote[0]._connection.fileno()
+    found = psutil.Process().net_connections("tcp")
+    for port in {c.laddr.port for c in found if c.status == "ESTABLISHED" and c.fd != calls}:
+        for end in "sport", "dport":
+            ip(f"rule add pref 1 ipproto tcp {end} {port} blackhole")
 start = time.monotonic()
 try:
     while True:
         llm.step()
 except Exception as error:
     print(f"{type(error).__name__}: {error}", time.monotonic() - start, sep="\\n")
+if sys.argv[2] != "everything":
+    llm.close()
 _, alive = psutil.wait_procs(psutil.Process().children(), 30)
 print(len(alive), flush=True)
 """
 
 
-def test_a_network_that_drops_everything_between_stages(paths):
-    """In a network namespace of its own, whose one link goes down in mid-flight."""
+@pytest.mark.parametrize("what", ["everything", "hidden states"])
+def test_a_network_that_drops_packets_between_stages(paths, what):
+    """In a network namespace of its own, from one moment on."""
     if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
         pytest.skip("needs the right to make network namespaces")
-    command = ["unshare", "-n", sys.executable, "-c", CUT_OFF, str(paths[0])]
+    command = ["unshare", "-n", sys.executable, "-c", CUT_OFF, str(paths[0]), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     error, seconds, alive = done.stdout.splitlines()
@@ -803,12 +848,18 @@ def test_a_split_by_measured_time_changes_no_bit(paths, expected, monkeypatch):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster, stages):
     """Each with a placement group and an actor a stage."""
-    llm = LLM(paths[0], replicas=2, pipeline_parallel_size=stages, backend="ray", **SMALL)
+
+    def actors():
+        return {p for p in psutil.Process().children(recursive=True) if "ray::Actor" in p.name()}
+
+    before = actors()
+    llm = LLM(paths[0], replicas=2, pipeline_parallel_size=stages, balance=stages > 1, backend="ray", **SMALL)
     try:
-        actors = [p for p in psutil.Process().children(recursive=True) if "ray::Actor" in p.name()]
-        assert len(actors) >= 2 * stages, "each stage has one"
-        assert {p.nice() for p in actors} == {os.nice(0)}, "they would wait for any other process"
-        outputs = run_and(llm, lambda: threading.Thread(target=llm.core.handles[0].peer.kill).start())
+        own = actors() - before
+        assert len(own) == 2 * stages, "each stage has one"
+        assert {p.nice() for p in own} == {os.nice(0)}, "they would wait for any other process"
+        victim = llm.core.handles[0].peer if stages == 1 else max(own, key=psutil.Process.create_time)  # a second stage
+        outputs = run_and(llm, lambda: threading.Thread(target=victim.kill).start())
         assert bits(outputs) == expected[0]
         llm.update_weights(exact_model(paths[1]))
         assert bits(generate(llm)) == expected[1]

@@ -22,7 +22,7 @@ from .fan_out import UpdateMember
 
 @dataclass
 class ReplicaInfo:
-    """What the router needs to know of a replica; capacity in tokens."""
+    """What the router needs to know of a replica; capacity in tokens. stage_layers: how many each stage has."""
 
     contract: Contract | None
     eos_token_ids: tuple[int, ...]
@@ -31,6 +31,7 @@ class ReplicaInfo:
     weight_bytes: int
     kv_cache_bytes: int
     stage_kv_bytes: int
+    stage_layers: tuple[int, ...] | None
 
 
 @dataclass
@@ -100,7 +101,8 @@ class Replica(UpdateMember):
     def describe(self) -> ReplicaInfo:
         core = self.core
         sizes = core.weight_bytes, core.kv_cache_bytes, core.pipeline.stage_kv_bytes
-        return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.table, *sizes)
+        layers = tuple(span[1] - span[0] for span in core.pipeline.layers if span is not None) or None
+        return ReplicaInfo(core.contract, core.eos_token_ids, core.capacity, core.table, *sizes, layers)
 
     @property
     def working(self) -> bool:

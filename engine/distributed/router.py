@@ -25,7 +25,6 @@ from ..config import EngineConfig
 from ..core import max_model_len
 from ..interrupts import deferred_interrupt
 from ..outputs import EngineStats
-from ..pipeline import stage_layers
 from ..request import Request
 from ..weights import WeightUpdate, WeightUpdateError
 from . import ray_backend
@@ -70,9 +69,6 @@ class Router:
 
     def __init__(self, path: pathlib.Path, config: EngineConfig):
         self.path = path
-        if config.pipeline_parallel_size > 1:  # one split for all, so that a stage can copy another's weights
-            counts = tuple(b - a for a, b in stage_layers(path, config))
-            config = replace(config, stage_layers=counts, balance=False)
         self.config = config
         self.max_model_len = max_model_len(path, config)
         self.tokenizer: Any = None
@@ -130,7 +126,7 @@ class Router:
     # --- replicas come and go ---------------------------------------------------------------------------------------
 
     def _start_all(self) -> list[ReplicaInfo]:
-        for handle in self.handles:
+        for handle in self.handles[:1] if self.config.balance else self.handles:
             self._start(handle)
         infos: list[ReplicaInfo] = []
         while len(infos) < len(self.handles):
@@ -138,6 +134,10 @@ class Router:
             if kind == "started":
                 handle.state = "serving"
                 infos.append(value)
+                if self.config.balance:  # its split is that of all, so that a stage can copy another's weights
+                    self.config = replace(self.config, stage_layers=value.stage_layers, balance=False)
+                    for other in self.handles[1:]:
+                        self._start(other)
             elif kind == "not started":
                 raise value
         return infos
