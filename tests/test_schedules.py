@@ -55,10 +55,16 @@ def tight_pool(model, requests, blocks: int) -> int:
     return ModelRunner.block_bytes(model) * (-(-most // ops.backend(model.device).BLOCK) + blocks)
 
 
-def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
+def two_versions(checkpoint, family, dtype, **overrides):
+    """A checkpoint, and the models of its weights and of others."""
+    paths = [checkpoint(family, seed=seed, **overrides) for seed in (0, 1)]
+    return paths[0], [exact_model(path, dtype) for path in paths]
+
+
+def run_schedule(path, dtype, rng: random.Random, requests, models, **settings):
     """Submits requests at random steps of a random engine; returns results in order, and the engine.
 
-    Among them, requests that are aborted later, and updates with the weights that the engine already has.
+    Among them, requests that are aborted later, and updates with each of `models` in turn; the engine has the first.
     """
     threads = torch.get_num_threads()
     split = settings.get("stage_layers", (1,) * settings.get("pipeline_parallel_size", 1))
@@ -69,7 +75,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
         dtype=dtype,
         max_num_seqs=rng.choice((1, 2, 5, 64)),
         max_num_batched_tokens=rng.choice((3, 7, 33, 100, 2048)),
-        kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4, 200))) * max(split) // sum(split),
+        kv_cache_memory_bytes=tight_pool(models[0], requests, rng.choice((0, 1, 4, 200))) * max(split) // sum(split),
         enable_prefix_caching=rng.random() < 0.8,
         **settings,
     )
@@ -84,7 +90,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
             llm.abort(doomed)
         never = not (here or queue or llm.weight_version)  # by chance, as a router's draws follow the clock
         if moves and (rng.random() < 0.03 or never):
-            llm.update_weights(model)
+            llm.update_weights(models[(llm.weight_version + 1) % len(models)])
         torch.set_num_threads(rng.choice((1, 2)))
         outputs = llm.step()
         moves = here or bool(outputs)
@@ -99,40 +105,50 @@ def run_schedule(path, dtype, rng: random.Random, requests, model, **settings):
     return [results[i] for i in ids], llm
 
 
-def check_results(model, requests, results) -> None:
-    """Against the oracle, as bits."""
+def check_results(models, requests, results) -> int:
+    """Against the oracle, as bits, each token under the weights of its version. Returns how many samples have two."""
+    mixed = 0
     for (prompt, params), out in zip(requests, results, strict=True):
-        expected = oracle(model, prompt, params, eos=(2,))
+        spans = [c.weight_versions for c in out.completions]
+        mixed += sum(len(s) > 1 for s in spans)
+
+        def model_of(sample, number, spans=spans):
+            span = next((s for s in spans[sample] if number < s.end), spans[sample][-1])
+            return models[span.version % len(models)]
+
+        expected = oracle(model_of, prompt, params, eos=(2,))
         assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
         for c in out.completions:
             for token, logprob, top in zip(c.token_ids, c.logprobs, c.top_logprobs or [], strict=bool(params.logprobs)):
                 assert top.get(token, logprob) == logprob
         if params.prompt_logprobs and len(prompt) > 1:
             plain = dataclasses.replace(params, min_tokens=0)
-            assert out.prompt_logprobs == token_logprobs(model, [prompt], plain)[0].tolist()
+            assert out.prompt_logprobs in [token_logprobs(m, [prompt], plain)[0].tolist() for m in models]
         if params.raw_logprobs:
             for c in out.completions:
-                raw = token_logprobs(model, [prompt + c.token_ids])[0][len(prompt) :]
-                assert c.raw_logprobs == raw.tolist()
+                raw = [token_logprobs(m, [prompt + c.token_ids])[0][len(prompt) :].tolist() for m in models]
+                for span in c.weight_versions:
+                    part = slice(span.start, span.end)
+                    assert c.raw_logprobs[part] == raw[span.version % len(models)][part]
+    return mixed
 
 
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_schedule_changes_a_bit(checkpoint, family, dtype, cases):
-    path = checkpoint(family)
-    model = exact_model(path, dtype)
-    preemptions = hits = 0
+    path, models = two_versions(checkpoint, family, dtype)
+    preemptions = hits = mixed = 0
     for case in range(24):
-        if case >= cases and preemptions and hits:
+        if case >= cases and preemptions and hits and mixed:
             break
         rng = random.Random(f"{family}-{dtype}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
-        results, llm = run_schedule(path, dtype, rng, requests, model)
-        check_results(model, requests, results)
+        results, llm = run_schedule(path, dtype, rng, requests, models)
+        mixed += check_results(models, requests, results)
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
-    assert preemptions and hits, "the schedules exercised nothing"
+    assert preemptions and hits and mixed, "the schedules exercised nothing"
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -140,42 +156,52 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype, cases):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
     """Stages of one process, several batches under way: the schedules of a pipeline without its processes."""
-    path, dtype = checkpoint(family, num_hidden_layers=stages), {2: "bfloat16", 3: "float32"}[stages]
-    model = exact_model(path, dtype)
-    preemptions = hits = 0
+    dtype = {2: "bfloat16", 3: "float32"}[stages]
+    path, models = two_versions(checkpoint, family, dtype, num_hidden_layers=stages)
+    preemptions = hits = mixed = 0
     for case in range(24):
-        if case >= cases and preemptions and hits:
+        if case >= cases and preemptions and hits and mixed:
             break
         rng = random.Random(f"{family}-{stages}-{case}")
         requests = random_requests(rng, 1001, 8, 45)
         pipeline = {"pipeline_parallel_size": stages, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
-        results, llm = run_schedule(path, dtype, rng, requests, model, **pipeline)
-        check_results(model, requests, results)
+        results, llm = run_schedule(path, dtype, rng, requests, models, **pipeline)
+        mixed += check_results(models, requests, results)
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
-    assert preemptions and hits, "the schedules exercised nothing"
+    assert preemptions and hits and mixed, "the schedules exercised nothing"
 
 
+PROCESSES = [  # layouts of processes, and the seed of a schedule that is known to exercise all
+    ({"replicas": 2}, "float32", 3),
+    ({"pipeline_parallel_size": 2, "stage_layers": (1, 2), "batches_in_flight": 3}, "bfloat16", 0),
+    ({"pipeline_parallel_size": 3, "stage_layers": (1, 1, 1), "batches_in_flight": 3}, "float16", 0),
+]
+
+
+@pytest.mark.parametrize("cases", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["mp", "ray"])
-def test_no_process_changes_a_bit(checkpoint, backend, ray_cluster):
-    path = checkpoint("qwen3", num_hidden_layers=3)
-    for stages, dtype, seed in ((2, "bfloat16", 0), (3, "float16", 4)):
-        model = exact_model(path, dtype)
-        rng = random.Random(f"{seed}-{stages}")
-        requests = random_requests(rng, 1001, 8, 45)
-        split = {2: (1, 2), 3: (1, 1, 1)}[stages]
-        pipeline = {"pipeline_parallel_size": stages, "backend": backend, "stage_layers": split}
-        results, llm = run_schedule(path, dtype, rng, requests, model, batches_in_flight=3, **pipeline)
-        check_results(model, requests, results)
-        stats = llm.stats()
-        assert stats.preemptions and stats.prefix_hit_tokens and stats.weight_version, "the schedule exercised nothing"
+def test_no_process_changes_a_bit(checkpoint, backend, cases, ray_cluster):
+    """1, 2 and 3 stages."""
+    for layout, dtype, seed in PROCESSES:
+        path, models = two_versions(checkpoint, "qwen3", dtype, num_hidden_layers=3)
+        preemptions = hits = mixed = 0
+        for case in range(seed, seed + cases):
+            rng = random.Random(f"{case}-{layout.get('pipeline_parallel_size', 1)}")
+            requests = random_requests(rng, 1001, 8, 45)
+            results, llm = run_schedule(path, dtype, rng, requests, models, backend=backend, **layout)
+            mixed += check_results(models, requests, results)
+            stats = llm.stats()
+            preemptions += stats.preemptions
+            hits += stats.prefix_hit_tokens
+        assert preemptions and hits and mixed, "the schedules exercised nothing"
 
 
 def test_smollm2_no_schedule_changes_a_bit(smollm2):
     model = exact_model(smollm2)
     rng = random.Random(1)
     requests = random_requests(rng, 49152, 5, 70)
-    results, _ = run_schedule(smollm2, "float32", rng, requests, model)
+    results, _ = run_schedule(smollm2, "float32", rng, requests, [model])
     for (prompt, params), out in zip(requests, results, strict=True):
         sequences = [prompt + c.token_ids for c in out.completions]
         logprobs = token_logprobs(model, sequences, params, prompt_lens=[len(prompt)] * params.n)
