@@ -39,7 +39,7 @@ MAX_STARTS = 3  # in a row that may fail
 AFFINITY_TOKENS = 64  # prompts are compared by runs of so many
 AFFINITY_SLACK = 8  # sequences that a replica may have more than the least loaded and still get a prompt that it knows
 AFFINITY_ENTRIES = 2**16
-POLL = 0.005  # seconds that a step waits for news
+POLL = 0.1  # seconds that a step waits for news; replicas that work have some after each of theirs
 ROOM_SOON = 5.0  # seconds: room on a cluster that takes longer is not waited for by others
 
 
