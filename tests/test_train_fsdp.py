@@ -156,13 +156,18 @@ def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     [
         ("process group", {}),
         ("directory", {}),
-        ("process group", {"replicas": 2}),
-        ("directory", {"replicas": 2, "pipeline_parallel_size": 2}),
+        ("directory", {"replicas": 2}),
+        ("process group", {"replicas": 2, "pipeline_parallel_size": 2}),
+        pytest.param(
+            "process group", {"replicas": 2, "pipeline_parallel_size": 2, "backend": "ray"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
-def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through, engine):
+def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp_path, through, engine, request):
     """Two FSDP ranks, one server."""
+    if "backend" in engine:
+        request.getfixturevalue("ray_cluster")
     sync_dir = str(tmp_path / "weights") if through == "directory" else None
     with Serving(tiny, engine) as server, contextlib.closing(server.llm):
         run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url, sync_dir=sync_dir)
