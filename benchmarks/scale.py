@@ -1,11 +1,12 @@
 """Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
 
-usage: python benchmarks/scale.py [--rounds 8] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
+usage: python benchmarks/scale.py [--starts 2] [--rounds 5] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
                                   [--only WORD] [--trace FILE.png] [--profile FILE]
 
 Each layout has processes of its own and runs once a round, in turn: one thread a stage, all threads for one engine
-alone. --only compares the layouts whose names have that word, and measures nothing else. --profile only measures a
-layer's and the head's times, for simulate_scale.py.
+alone. With each start they are new: what a process got of memory stays with it. --only compares the layouts whose
+names have that word, and measures nothing else. --profile only measures a layer's and the head's times, for
+simulate_scale.py.
 """
 
 from __future__ import annotations
@@ -92,6 +93,20 @@ def _take_turns(pipe: Any, model: str, dtype: str, runs: int, settings: dict) ->
 
 
 def throughput(
+    model: str, dtype: str, chosen: dict[str, dict], starts: int, rounds: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """`rounds_of` so many starts."""
+    rates: dict[str, list[float]] = {name: [] for name in chosen}
+    shares = []
+    for _ in range(starts):
+        found, share = rounds_of(model, dtype, chosen, rounds)
+        for name, each in found.items():
+            rates[name] += each
+        shares += [] if share is None else [share]
+    return rates, shares
+
+
+def rounds_of(
     model: str, dtype: str, chosen: dict[str, dict], rounds: int
 ) -> tuple[dict[str, list[float]], float | None]:
     """Output tokens/s of each round on the mixed workload, and the share of a CPU that Ray's own processes take.
@@ -114,11 +129,11 @@ def throughput(
             spawn.Process(target=_take_turns, args=(theirs, model, dtype, rounds + 1, settings)).start()
             theirs.close()
             ours.recv()
-        order, shuffle = list(chosen), random.Random(0).shuffle
+        order = list(chosen)
         rates: dict[str, list[float]] = {}
         start, before = time.perf_counter(), ray_seconds()
         for number in tqdm(range(rounds + 1), desc=dtype, unit="round"):
-            shuffle(order)
+            random.shuffle(order)
             for name in order:
                 pipes[name].send(None)
                 answer = pipes[name].recv()
@@ -242,7 +257,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     dtypes = ["bfloat16", "float32", "float16"]
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="of each start")
     parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--out", type=pathlib.Path, help="default: benchmarks/results/scale[_WORD].json")
@@ -262,7 +278,7 @@ def main() -> None:
         cut = EngineConfig(pipeline_parallel_size=2, balance=True, dtype=dtype)
         split = tuple(b - a for a, b in stage_layers(resolve(args.model), cut, 1))
         chosen = {name: s for name, s in layouts(args.backends, split).items() if args.only in name}
-        rates, share = throughput(args.model, dtype, chosen, args.rounds)
+        rates, shares = throughput(args.model, dtype, chosen, args.starts, args.rounds)
         table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")
         ratios: dict[str, dict] = {}
         for name, each in rates.items():
@@ -275,9 +291,9 @@ def main() -> None:
             shown = [f"{ratios[name][key]:.3f} x" if key in ratios[name] else "" for key in ("of one", "of mp")]
             table.add_row(name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), *shown)
         console.print(table)
-        if share is not None:
-            console.print(f"Ray's own processes took {100 * share:.1f} % of a CPU")
-        results[dtype] = {"stage_layers": split, "output_tok_s": rates, "ratios": ratios, "ray_cpu": share}
+        if shares:
+            console.print(f"Ray's own processes took {100 * statistics.mean(shares):.1f} % of a CPU")
+        results[dtype] = {"stage_layers": split, "output_tok_s": rates, "ratios": ratios, "ray_cpu": shares}
         if args.only:
             continue
         updates = results[dtype]["update_seconds"] = update_seconds(args.model, dtype)
