@@ -235,8 +235,8 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
         rng = random.Random(seed)
         asked = random_requests(rng, vocab, requests, longest)
         try:
-            results, _ = run_schedule(path, dtype, rng, asked, model, device=str(device), **settings)
-            check_results(model, asked, results)
+            results, _ = run_schedule(path, dtype, rng, asked, [model], device=str(device), **settings)
+            check_results([model], asked, results)
             report["tokens"] += sum(len(c.token_ids) for out in results for c in out.completions)
         except AssertionError as error:
             report["differ"].append(f"{name} {dtype} {settings}: {str(error)[:200]}")

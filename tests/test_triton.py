@@ -357,8 +357,8 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
         for prompt, params in random_requests(rng, 257, 2, 40)
     ]
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
-    results, llm = run_schedule(path, dtype, rng, requests, model, **stages)
-    check_results(model, requests, results)
+    results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
+    check_results([model], requests, results)
     kinds = {tokens > 1 for _, tokens in llm.core.runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
 
@@ -394,9 +394,9 @@ def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch)
             exact_model(path)
         patch.setattr("samebits.model.exact.probe", lambda *_: None)
         requests = [(list(range(3, 30)), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))]
-        results, _ = run_schedule(path, "float32", rng, requests, model := exact_model(path))
+        results, _ = run_schedule(path, "float32", rng, requests, models := [exact_model(path)])
         with pytest.raises(AssertionError):
-            check_results(model, requests, results)
+            check_results(models, requests, results)
 
 
 def test_gradients_are_the_cpus(checkpoint):
