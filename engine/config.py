@@ -23,7 +23,7 @@ class EngineConfig:
     pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
     backend: of these processes: "mp" (children of this one), "ray" (actors of a Ray cluster), "inproc" (stages in this
     process, for tests). batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how
-    many layers each stage has; None balances them by size, or with `balance` by the time that they take here.
+    many layers each stage has; None balances them by size, or with `balance` by the time that they take.
     worker_timeout: seconds until a worker that doesn't answer counts as dead; start_timeout: until it must have loaded.
     """
 

@@ -858,7 +858,7 @@ def test_replicas_on_ray_survive_the_death_of_one(paths, expected, ray_cluster, 
         own = actors() - before
         assert len(own) == 2 * stages, "each stage has one"
         assert {p.nice() for p in own} == {os.nice(0)}, "they would wait for any other process"
-        victim = llm.core.handles[0].peer if stages == 1 else max(own, key=psutil.Process.create_time)  # a second stage
+        victim = llm.core.handles[0].peer if stages == 1 else max(own, key=psutil.Process.create_time)  # some stage
         outputs = run_and(llm, lambda: threading.Thread(target=victim.kill).start())
         assert bits(outputs) == expected[0]
         llm.update_weights(exact_model(paths[1]))

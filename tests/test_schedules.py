@@ -123,7 +123,8 @@ def check_results(models, requests, results) -> int:
                 assert top.get(token, logprob) == logprob
         if params.prompt_logprobs and len(prompt) > 1:
             plain = dataclasses.replace(params, min_tokens=0)
-            assert out.prompt_logprobs in [token_logprobs(m, [prompt], plain)[0].tolist() for m in models]
+            known = models[: min(s[0].version for s in spans) + 1]  # when the first token came
+            assert out.prompt_logprobs in [token_logprobs(m, [prompt], plain)[0].tolist() for m in known]
         if params.raw_logprobs:
             for c in out.completions:
                 raw = [token_logprobs(m, [prompt + c.token_ids])[0][len(prompt) :].tolist() for m in models]
@@ -170,6 +171,17 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
         preemptions += llm.stats().preemptions
         hits += llm.stats().prefix_hit_tokens
     assert preemptions and hits and mixed, "the schedules exercised nothing"
+
+
+def test_negative_control_tokens_of_another_version_are_noticed(checkpoint):
+    path, models = two_versions(checkpoint, "qwen3", "float32")
+    rng = random.Random(0)
+    requests = [([5, 7, 9], SamplingParams(max_tokens=20, seed=1, ignore_eos=True))] * 6
+    results, _ = run_schedule(path, "float32", rng, requests, models)
+    check_results(models, requests, results)
+    for wrong in (models[::-1], models[:1], models[1:]):
+        with pytest.raises(AssertionError):
+            check_results(wrong, requests, results)
 
 
 PROCESSES = [  # layouts of processes, and the seed of a schedule that is known to exercise all
