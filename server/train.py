@@ -131,7 +131,7 @@ def train(
     if trainer.rank == 0:
         plot(output_dir / LOG, output_dir / "curves.png")
     console.print(f"done: {output_dir}", highlight=False)
-    dist.destroy_process_group()  # or gloo's threads may still run at the process's end, which aborts it
+    dist.destroy_process_group()
 
 
 def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) -> None:

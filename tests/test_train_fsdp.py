@@ -151,6 +151,34 @@ def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
 
 
+LATE = """
+import os, pathlib, sys, torch.distributed as dist
+from samebits.trainer import exact_model, shard
+
+dist.init_process_group("gloo")
+dist.barrier()
+for task in pathlib.Path("/proc/self/task").iterdir():
+    os.sched_setaffinity(int(task.name), {min(os.sched_getaffinity(0))})
+    if "gloo" in (task / "comm").read_text():
+        os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+model = shard(exact_model(sys.argv[1]))
+dist.all_gather_object([None, None], [p.full_tensor() for p in model.parameters()])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="finds gloo's threads in Linux's /proc")
+def test_ranks_end_in_peace_when_gloos_threads_are_late(tiny, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    for _ in range(6):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        run = subprocess.run([*command, tiny], capture_output=True, text=True, timeout=100)
+        assert run.returncode == 0, run.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("through", "engine"),
     [

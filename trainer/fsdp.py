@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +15,20 @@ from transformers import PreTrainedModel
 
 def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group."""
+    if dist.get_world_size() > 1:
+        atexit.unregister(_let_go)
+        atexit.register(_let_go)
     base: Any = model.base_model
     for layer in base.layers:
         fully_shard(layer, **kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def _let_go() -> None:
+    """Gloo's threads drop the last collectives' tensors, for which they need the GIL: of an interpreter that ends they
+    would not get it, but abort the process (pytorch issue 190489). FSDP keeps the group, and so them, alive."""
+    time.sleep(0.1)
 
 
 def init_process_group(device: str = "cpu") -> None:
