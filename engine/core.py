@@ -91,6 +91,9 @@ class EngineCore:
     def pause(self, paused: bool) -> None:
         self.paused = paused
 
+    def wake(self) -> None:
+        """Of no effect: its steps wait for no news."""
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def check_fits(self, request: Request) -> None:

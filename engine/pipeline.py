@@ -141,8 +141,7 @@ class Stage(UpdateMember):
 
     def take_trace(self) -> list[tuple[float, float]]:
         """Start and end of the last steps, seconds since the epoch; forgets them."""
-        trace = list(self.trace)
-        self.trace.clear()
+        trace, self.trace = list(self.trace), deque(maxlen=TRACE)
         return trace
 
     # --- weights ----------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         self._stopping = True
-        self._commands.put(lambda: None)
+        self._command(lambda: None)
         await asyncio.to_thread(self._thread.join, 10)
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
@@ -170,6 +170,11 @@ class AsyncEngine:
             logger.exception("the engine could not be cleared")
         self.loop.call_soon_threadsafe(self._deliver_failure, error)
 
+    def _command(self, function: Callable[[], object]) -> None:
+        """Has the engine's thread run it between two steps."""
+        self._commands.put(function)
+        self.llm.core.wake()
+
     def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
         """Runs function(llm) in the engine's thread between two steps."""
         future: Future[T] = Future()
@@ -180,7 +185,7 @@ class AsyncEngine:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._commands.put(run)
+        self._command(run)
         return asyncio.wrap_future(future)
 
     # --- the event loop ---------------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ class AsyncEngine:
                 del self.by_engine_id[name]
             self._forget_generation(request_id)
             raise
-        self._commands.put(lambda: self._add(generation))
+        self._command(lambda: self._add(generation))
         return generation
 
     async def _checked(self, request: GenerateRequest, name: str) -> Request:
@@ -272,7 +277,7 @@ class AsyncEngine:
     def forget(self, generation: Generation) -> None:
         ids = list(generation.unfinished)
         if ids:
-            self._commands.put(lambda: self._abort(ids))
+            self._command(lambda: self._abort(ids))
 
     def _abort(self, engine_ids: Sequence[str]) -> int:
         return sum(self.llm.abort(i) for i in engine_ids)

@@ -738,6 +738,24 @@ def test_a_server_of_replicas_hides_the_death_of_one(paths, expected):
         server.idle()
 
 
+def test_a_request_does_not_wait_for_news_of_busy_replicas(paths, expected, monkeypatch):
+    """One replica is long in a step, nobody else has work: the engine's thread waits for its report."""
+    monkeypatch.setattr("samebits.engine.distributed.router.POLL", 60.0)
+    with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
+        busy, idle = server.llm.core.handles
+        with in_background(client.generate, PROMPTS[:1], PARAMS) as late:
+            wait_for(lambda: busy.received or idle.received)
+            busy, idle = (busy, idle) if busy.received else (idle, busy)
+            os.kill(busy.peer.process.process.pid, signal.SIGSTOP)
+            try:
+                start = time.monotonic()
+                assert bits(client.generate(PROMPTS[1:2], PARAMS)) == expected[0][2:4]
+                assert time.monotonic() - start < 10 and not late
+            finally:
+                os.kill(busy.peer.process.process.pid, signal.SIGCONT)
+        assert bits(late[0]) == expected[0][:2]
+
+
 def test_a_paused_server_makes_its_replicas_pause(paths, expected):
     with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
         server.ok("/pause_generation", {"mode": "in_place"})

@@ -207,14 +207,12 @@ class Router:
 
     def _pump(self, wait: float | None = None) -> None:
         """Takes what replicas and threads have reported."""
-        try:
+        with contextlib.suppress(queue.Empty):
             item = self._events.get(timeout=wait) if wait else self._events.get_nowait()
             while True:
                 with deferred_interrupt():
                     self._handle_event(*item)
                 item = self._events.get_nowait()
-        except queue.Empty:
-            pass
         newcomers, self._newcomers = self._newcomers, []
         for handle, version in newcomers:
             self._handle_event(handle, "in step", version)
@@ -452,6 +450,10 @@ class Router:
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
         self._pump(POLL)
+
+    def wake(self) -> None:
+        """Ends another thread's `step` without news."""
+        self._events.put((self.handles[0], "wake", None))
 
     # --- weights and memory -----------------------------------------------------------------------------------------
 
