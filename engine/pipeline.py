@@ -116,7 +116,8 @@ class Stage(UpdateMember):
         count = config.num_batches if model.device.type == "cpu" else 1  # see `_Link.expect`
         shape = count, config.max_num_batched_tokens, model.config.hidden_size
         rooms = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self._link = _Link(address, port, self.rank, self.stages, config.worker_timeout, rooms)
+        # it says what it misses before the driver gives up on it
+        self._link = _Link(address, port, self.rank, self.stages, 0.9 * config.worker_timeout, rooms)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
