@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 from tqdm import tqdm
@@ -71,6 +72,8 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling_params; give one, or one per prompt")
         pairs = zip(prompts, each, strict=True)
         requests = [self.process(p, s, self._new_request_id()) for p, s in pairs]  # type: ignore[arg-type]
+        for request in requests:
+            request.params = replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
             with deferred_interrupt():
                 for request in requests:
@@ -128,9 +131,7 @@ class LLM:
     def take_outputs(self) -> list[RequestOutput]:
         """What `step` would report, without a step: requests aborted since."""
         self._note_progress()
-        late = RequestOutputKind.FINAL_ONLY
-        due = [r for r in self._undelivered.values() if r.finished or r.params.output_kind is not late]
-        outputs = [r.output(self.tokenizer) for r in due]
+        outputs = [r.output(self.tokenizer) for r in self._undelivered.values() if r.due]
         self._undelivered.clear()
         return outputs
 

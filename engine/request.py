@@ -76,6 +76,11 @@ class Request:
         return all(s.finish_reason is not None for s in self.samples)
 
     @property
+    def due(self) -> bool:
+        """Does who asked want to hear of it now?"""
+        return self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+
+    @property
     def partly_scored(self) -> bool:
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_scores) < len(self.prompt_token_ids) - 1

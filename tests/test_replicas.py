@@ -1,5 +1,6 @@
 """Replicas behind a router, stages in processes: what dies, hangs or fails, and what the caller sees of it."""
 
+import copy
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -19,9 +21,9 @@ import pytest
 import torch
 
 from samebits import LLM, SamplingParams
-from samebits.engine import WeightUpdateError, pipeline
+from samebits.engine import RequestOutputKind, WeightUpdateError, pipeline
 from samebits.engine.config import EngineConfig
-from samebits.engine.distributed import fan_out, ray_backend, worker
+from samebits.engine.distributed import fan_out, ray_backend, replica, worker
 from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
@@ -676,6 +678,48 @@ def test_an_id_can_be_used_again_after_an_abort(pair, paths, expected):
         while pair.has_unfinished_requests():
             reports += pair.step()
         assert bits(reports[-1:]) == expected[0][:2]
+
+
+def test_news_that_nobody_waits_for_comes_seldom(paths, expected, monkeypatch):
+    """Of requests whose end alone is asked for: with the end, after REPORT_STEPS, and when the replica pauses."""
+    far, llm = replica.Replica(str(paths[0]), EngineConfig(**SMALL), 1), LLM(paths[0], **SMALL)
+    near = {}
+    reports = []
+
+    def report(event):
+        reports.append(event)
+        for progress in event[0]:
+            progress.apply(near[progress.serial])
+
+    def start(steps: int, *kinds: RequestOutputKind) -> None:
+        monkeypatch.setattr(replica, "REPORT_STEPS", steps)
+        reports.clear()
+        for serial, kind in enumerate(kinds):
+            near[serial] = llm.process(PROMPTS[serial], replace(PARAMS, output_kind=kind), str(serial))
+            near[serial].serial = serial
+            far.submit(copy.deepcopy(near[serial]))
+
+    def finish() -> int:
+        while far.working:
+            far.tick(report)
+        assert bits([r.output(None) for r in near.values()]) == expected[0][: 2 * len(near)]
+        return len(reports)
+
+    late, delta, whole = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+    for steps, most in ((10**6, 3), (10, 10)):
+        start(steps, late, late, late)
+        assert finish() <= most
+    for steps, second in ((10**6, delta), (10**6, whole), (1, late)):
+        start(steps, late, second, late)
+        assert finish() >= 60
+    start(10**6, late, late, late)
+    for _ in range(10):
+        far.tick(report)
+    assert not reports
+    far.pause(True)
+    assert not far.tick(report) and all(r.samples[0].sampled for r in near.values())
+    far.pause(False)
+    assert finish() <= 4
 
 
 def test_an_error_in_the_first_stage_breaks_the_pipeline(paths, monkeypatch):

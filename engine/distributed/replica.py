@@ -19,6 +19,8 @@ from ..weights import WeightTable
 from . import ray_backend
 from .fan_out import UpdateMember
 
+REPORT_STEPS = 16  # after so many at the latest is told what nobody waits for: the tokens that an abort may lose
+
 
 @dataclass
 class ReplicaInfo:
@@ -95,6 +97,7 @@ class Replica(UpdateMember):
         for peer in self.core.pipeline.remote:
             peer.on_lost = lambda: os._exit(1)  # a replica is of no use without a stage
         self.update = self.core.begin_weight_update()
+        self.news: dict[str, Request] = {}
         self.beats = 0
         self.occupied = False
 
@@ -113,7 +116,10 @@ class Replica(UpdateMember):
         if working:
             self.core.step()
         self.beats += 1
-        report(([Progress.take(r) for r in self.core.take_progress()], self.core.stats()))
+        self.news |= {r.request_id: r for r in self.core.take_progress()}
+        if not working or self.beats % REPORT_STEPS == 0 or any(r.due for r in self.news.values()):
+            news, self.news = self.news, {}
+            report(([Progress.take(r) for r in news.values()], self.core.stats()))
         return working
 
     def ping(self) -> tuple[int, bool]:
@@ -131,8 +137,7 @@ class Replica(UpdateMember):
 
     def submit(self, request: Request) -> None:
         for sample in request.samples:
-            sample.reported = len(sample.sampled)
-            sample.reported_end = sample.finish_reason is not None
+            sample.reported, sample.reported_end = len(sample.sampled), sample.finish_reason is not None
         self.core.submit(request)
 
     def end(self, request_id: str, reason: str) -> None:

@@ -407,8 +407,7 @@ class Router:
     def _take(self, handle: _Handle, progress: list, stats: EngineStats) -> None:
         handle.stats = stats
         for new in progress:
-            request = handle.requests.get(new.serial)
-            if request is None:  # aborted meanwhile
+            if (request := handle.requests.get(new.serial)) is None:  # aborted meanwhile
                 continue
             new.apply(request)
             self._progressed[request.request_id] = request
@@ -535,12 +534,10 @@ class Router:
             raise WorkerError("every replica failed while it switched to the new weights, which are lost")
 
     def leave_weight_group(self, name: str) -> bool:
-        fan_out = self._fan_out
-        return fan_out is not None and fan_out.leave(name)
+        return self._fan_out is not None and self._fan_out.leave(name)
 
     def has_weight_group(self, name: str) -> bool:
-        fan_out = self._fan_out
-        return fan_out is not None and name in fan_out.group_names
+        return self._fan_out is not None and name in self._fan_out.group_names
 
     def weight_checksums(self) -> dict[str, str]:
         found = self.members().all("checksums", timeout=self.config.start_timeout)
@@ -567,8 +564,7 @@ class Router:
 
     def stats(self) -> EngineStats:
         """Summed over the replicas; a dead one's counts are lost."""
-        found = [h.stats for h in self.handles if h.stats is not None]
-        total = {f.name: sum(getattr(s, f.name) for s in found) for f in fields(EngineStats)}
+        total = {f.name: sum(getattr(h.stats, f.name) for h in self.handles if h.stats) for f in fields(EngineStats)}
         total["weight_version"] = self.weight_version
         total["num_waiting"] += len(self._unassigned)
         return EngineStats(**total)

@@ -395,7 +395,7 @@ def work(host: str, port: int, key: str, index: int, silence: float) -> None:
                 busy = hasattr(target, "tick")
             busy = target.tick(lambda event: send(pickle.dumps((None, True, event), pickle.HIGHEST_PROTOCOL)))
     except BaseException as error:
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError | SystemExit):  # Ray's way to end an actor
             traceback.print_exc()
         os._exit(1)  # with all its threads
 
