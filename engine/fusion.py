@@ -37,29 +37,25 @@ class FusedAttention(nn.Module):
         config = module.config
         window = getattr(self, "sliding_window", getattr(config, "sliding_window", None)) or 0
         out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
-        return module.o_proj(out.reshape(1, out.shape[0], -1)), None
+        return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
 class FusedNorm(ExactRMSNorm):
     """A norm that can take the sum before it along, in one launch."""
 
-    _sum: Tensor | None = None
-    _normed: Tensor
+    _ahead: tuple[Any, Any] = None, None  # the last sum and its norm
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
         """x + update; its norm, which comes next, is then there."""
         rows = x.view(-1, x.shape[-1]), update.view(-1, x.shape[-1])
         both = ops.backend(x.device).add_rms_norm(*rows, self.weight, self.variance_epsilon)
-        total, self._normed = (t.view(x.shape) for t in both)
-        self._sum = total
+        total, normed = (t.view(x.shape) for t in both)
+        self.__dict__["_ahead"] = total, normed  # a module's own way to set what is no parameter takes long
         return total
 
     def forward(self, x: Tensor) -> Tensor:
-        if x is not self._sum:
-            return super().forward(x)
-        self._sum, normed = None, self._normed
-        del self._normed
-        return normed
+        total, normed = self.__dict__.pop("_ahead", FusedNorm._ahead)
+        return super().forward(x) if x is not total else normed
 
 
 class FusedLayer(nn.Module):
@@ -96,10 +92,9 @@ def pack_weights(model: PreTrainedModel) -> None:
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replaces what the backend computes in fewer launches, to the same bits."""
+    """Replaces what the kernels compute in fewer launches, to the same bits."""
     base: Any = model.base_model
-    exact = isinstance(base.layers[0].input_layernorm, ExactRMSNorm)
-    if not exact or not hasattr(ops.backend(model.device), "rotary"):
+    if not isinstance(base.layers[0].input_layernorm, ExactRMSNorm):
         return
     following: tuple[Any, ...] = ()
     for module in (base.norm, *reversed(base.layers)):

@@ -110,6 +110,43 @@ def test_activations_at_the_edges_of_fp32():
         assert torch.allclose(out[:-2], TORCH_ACTIVATIONS[name](x.double())[0, :-2].float(), rtol=1e-5, atol=1e-30)
 
 
+def any_values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random bits, and so all magnitudes, subnormal ones and infinities among them; no NaN."""
+    bits = torch.randint(-(2**31), 2**31, shape).to(torch.int32).view(torch.float32).to(dtype)
+    return torch.where(bits.isnan(), torch.ones_like(bits), bits)
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+def test_row_wise_kernels_round_once_to_the_storage_dtype(dtype):
+    """As torch does it, and with the bits of fp32 storage before that."""
+    torch.manual_seed(0)
+    x, up, weight = torch.randn(300, 100).to(dtype), torch.randn(300, 100).to(dtype), torch.randn(100).to(dtype)
+    wide = x.float(), up.float(), weight.float()
+    out, rstd = cpu.rms_norm(x, weight, 1e-5)
+    expected, expected_rstd = cpu.rms_norm(wide[0], wide[2], 1e-5)
+    assert torch.equal(out, expected.to(dtype)) and torch.equal(rstd, expected_rstd)
+    total, after = cpu.add_rms_norm(x, up, weight, 1e-5)
+    assert torch.equal(total, x + up) and torch.equal(after, cpu.rms_norm(x + up, weight, 1e-5)[0])
+    for name in cpu.ACTIVATIONS:
+        assert torch.equal(cpu.gated_activation(x, up, name), cpu.gated_activation(wide[0], wide[1], name).to(dtype))
+    a, b = any_values(300, 100, dtype=dtype), any_values(300, 100, dtype=dtype)
+    total, _ = cpu.add_rms_norm(a, b, weight, 1e-5)
+    assert torch.equal(total.nan_to_num(7.0), (a + b).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("values", [torch.randn, any_values])
+def test_rotary_is_what_the_models_code_does(dtype, values):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    q, k = values(200, 4, 20, dtype=dtype), values(200, 2, 20, dtype=dtype)
+    cos, sin = (t.to(dtype) for t in cpu.rotary_tables(torch.arange(200) * 1000, torch.rand(10), 1.1))
+    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    for ours, other in zip(cpu.rotary(q, k, cos, sin), theirs, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), other[0].transpose(0, 1).nan_to_num(7.0))
+
+
 def test_rotary_tables_are_close_to_fp64_and_independent_of_the_batch():
     inv_freq = 1.0 / (1e5 ** (torch.arange(0, 20, 2, dtype=torch.float) / 20))
     positions = torch.arange(0, 8000, 7)

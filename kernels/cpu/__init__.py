@@ -11,10 +11,12 @@ from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
+    add_rms_norm,
     gated_activation,
     gated_activation_backward,
     rms_norm,
     rms_norm_backward,
+    rotary,
     rotary_tables,
 )
 from .jit import storage
@@ -46,15 +48,17 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype)
     layout = SimpleNamespace(slots=zeros, items=work_items([1], 1), positions=zeros, tables=zeros, table_starts=zeros)
-    kv = torch.zeros(1, 1, 16, dtype=dtype)
+    kv, stored = torch.zeros(1, 1, 16, dtype=dtype), x.to(dtype)
     one = np.ones(1)
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     calls = (
-        lambda: linear_packed(x, [(storage(pack(x.to(dtype))), 1, None)]),
+        lambda: linear_packed(x, [(storage(pack(stored)), 1, None)]),
         lambda: linear_unpacked(x, x, None),
-        lambda: rms_norm(x, x[0], 1e-5),
-        lambda: gated_activation(x, x, "silu"),
+        lambda: rms_norm(stored, stored[0], 1e-5),
+        lambda: add_rms_norm(stored, stored, stored[0], 1e-5),
+        lambda: gated_activation(stored, stored, "silu"),
+        lambda: rotary(kv, kv, stored, stored),
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: write_kv(kv, kv, layout, *cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
@@ -69,6 +73,7 @@ __all__ = [
     "BLOCK",
     "GRAPHS",
     "LOGIT_ROWS",
+    "add_rms_norm",
     "attention",
     "attention_backward",
     "check",
@@ -84,6 +89,7 @@ __all__ = [
     "packed_rows",
     "rms_norm",
     "rms_norm_backward",
+    "rotary",
     "rotary_tables",
     "storage",
     "trees",

@@ -17,7 +17,7 @@ import torch
 from numba import float32, prange
 
 from .elementwise import exp
-from .jit import inline, parallel, storage
+from .jit import inline, own_storage, parallel
 from .simd import LANES, fma, matmul_one, matmul_two
 
 BLOCK = 32
@@ -140,7 +140,8 @@ def new_kv_cache(
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """k, v [T, kv_heads, head_dim] in the cache's dtype."""
-    _write_kv(storage(k.contiguous()), storage(v.contiguous()), layout.slots, storage(k_cache), storage(v_cache))
+    keys, values, *caches = map(own_storage, (k.contiguous(), v.contiguous(), k_cache, v_cache))
+    _write_kv(keys, values, layout.slots, *caches)
 
 
 def work_items(lengths, group: int) -> np.ndarray:
@@ -160,7 +161,7 @@ def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lay
     """
     q = q.float().contiguous()
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-    caches = storage(k_cache), storage(v_cache)
+    caches = own_storage(k_cache), own_storage(v_cache)
     programs = torch.get_num_threads()
     where = layout.items, layout.positions, layout.tables, layout.table_starts
     _attention(q.numpy(), *caches, *where, scale, window, out.numpy(), lse.numpy(), programs)

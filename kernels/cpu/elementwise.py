@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from numba import float32, int32, prange
 
-from .jit import elementwise, inline, storage
-from .simd import bits_float, float_bits, fma
+from .jit import elementwise, inline, own_storage, storage
+from .simd import bits_float, float_bits, fma, narrow, widen
 
 # ln 2 split so that n * LN2_HIGH is exact for |n| < 2^11: Cody & Waite, Software Manual for the Elementary Functions.
 _LN2_HIGH, _LN2_LOW = float32(0.693359375), float32(-2.1219444e-4)
@@ -61,14 +61,33 @@ def sum_of_squares(row):
     return lanes[0]
 
 
+@inline
+def _norm_row(row, weight, eps, out):
+    """Returns 1 / sqrt(mean of squares + eps)."""
+    mean = sum_of_squares(row) / float32(row.size)
+    scale = _ONE / np.sqrt(mean + float32(eps))
+    for j in range(row.size):
+        out[j] = narrow(widen(weight[j]) * (row[j] * scale), out[j])
+    return scale
+
+
 @elementwise
 def _rms_norm(x, weight, eps, out, rstd):
     for i in prange(x.shape[0]):
-        mean = sum_of_squares(x[i]) / float32(x.shape[1])
-        scale = _ONE / np.sqrt(mean + float32(eps))
-        rstd[i] = scale
-        for j in range(x.shape[1]):
-            out[i, j] = weight[j] * (x[i, j] * scale)
+        row = np.empty(x.shape[1], np.float32)
+        for j in range(row.size):
+            row[j] = widen(x[i, j])
+        rstd[i] = _norm_row(row, weight, eps, out[i])
+
+
+@elementwise
+def _add_rms_norm(x, update, weight, eps, total, out):
+    for i in prange(x.shape[0]):
+        row = np.empty(x.shape[1], np.float32)
+        for j in range(row.size):
+            total[i, j] = narrow(widen(x[i, j]) + widen(update[i, j]), x[i, j])
+            row[j] = widen(total[i, j])
+        _norm_row(row, weight, eps, out[i])
 
 
 @inline
@@ -100,13 +119,13 @@ def _gated(gate, up, kind, out):
     for i in prange(gate.shape[0]):
         if kind == 0:
             for j in range(gate.shape[1]):
-                out[i, j] = _silu(gate[i, j]) * up[i, j]
+                out[i, j] = narrow(_silu(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
         elif kind == 1:
             for j in range(gate.shape[1]):
-                out[i, j] = _gelu(gate[i, j]) * up[i, j]
+                out[i, j] = narrow(_gelu(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
         else:
             for j in range(gate.shape[1]):
-                out[i, j] = _gelu_tanh(gate[i, j]) * up[i, j]
+                out[i, j] = narrow(_gelu_tanh(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
 
 
 @elementwise
@@ -122,6 +141,30 @@ def _rotary_tables(positions, inv_freq, scaling, cos, sin):
             sin[t, j + half] = s
 
 
+@inline
+def _product(x, y, like):
+    return widen(narrow(x * y, like))
+
+
+@inline
+def _turn(x, cos, sin, out):
+    """One token's heads: as the model's code does it, each product and the sum rounded to the storage dtype."""
+    half = x.shape[1] // 2
+    for h in range(x.shape[0]):
+        for j in range(half):
+            low, high, like = widen(x[h, j]), widen(x[h, j + half]), x[h, j]
+            new_low = _product(low, widen(cos[j]), like) + _product(-high, widen(sin[j]), like)
+            new_high = _product(high, widen(cos[j + half]), like) + _product(low, widen(sin[j + half]), like)
+            out[h, j], out[h, j + half] = narrow(new_low, like), narrow(new_high, like)
+
+
+@elementwise
+def _rotary(q, k, cos, sin, q_out, k_out):
+    for t in prange(q.shape[0]):
+        _turn(q[t], cos[t], sin[t], q_out[t])
+        _turn(k[t], cos[t], sin[t], k_out[t])
+
+
 TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -132,10 +175,21 @@ ACTIVATIONS = tuple(TORCH_ACTIVATIONS)
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
-    wide = x.float().contiguous()
-    out, rstd = torch.empty_like(wide), wide.new_empty(x.shape[0])
-    _rms_norm(wide.numpy(), storage(weight.float()), eps, out.numpy(), rstd.numpy())
-    return out.to(x.dtype), rstd
+    x = x.contiguous()
+    out, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+    _rms_norm(own_storage(x), storage(weight), eps, own_storage(out), rstd.numpy())
+    return out, rstd
+
+
+def add_rms_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + update, its `rms_norm`), each in x's dtype, [rows, width], in one launch: the same bits as in two."""
+    x, update = x.contiguous(), update.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    arrays = own_storage(x), own_storage(update), storage(weight.detach())
+    _add_rms_norm(*arrays, eps, own_storage(total), own_storage(out))
+    return total, out
 
 
 def rms_norm_backward(
@@ -150,10 +204,10 @@ def rms_norm_backward(
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
     """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
-    wide, wide_up = gate.float().contiguous(), up.float().contiguous()
-    out = torch.empty_like(wide)
-    _gated(wide.numpy(), wide_up.numpy(), ACTIVATIONS.index(name), out.numpy())
-    return out.to(gate.dtype)
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _gated(own_storage(gate), own_storage(up), ACTIVATIONS.index(name), own_storage(out))
+    return out
 
 
 def gated_activation_backward(
@@ -173,3 +227,14 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: floa
     cos, sin = inv_freq.new_empty(shape), inv_freq.new_empty(shape)
     _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())
     return cos, sin
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, heads, D], k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous results.
+
+    The same bits as transformers' `apply_rotary_pos_emb`, in one launch.
+    """
+    given = [t.contiguous() for t in (q, k, cos, sin)]
+    outs = torch.empty_like(given[0]), torch.empty_like(given[1])
+    _rotary(*map(own_storage, (*given, *outs)))
+    return outs

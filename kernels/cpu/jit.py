@@ -45,6 +45,12 @@ def storage(tensor: torch.Tensor) -> np.ndarray:
     return np.from_dlpack(tensor if bits is None else tensor.view(bits))
 
 
+def own_storage(tensor: torch.Tensor) -> np.ndarray:
+    """As `storage`, in a third of the time, for a tensor that nobody resizes."""
+    bits = _BITS.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
+
+
 def inline(function):
     """A helper compiled into its callers."""
     return numba.njit(error_model="numpy", nogil=True)(function)

@@ -68,6 +68,40 @@ def bits_float(typingctx, x):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def widen(typingctx, x):
+    """A stored element as fp32."""
+    stored = _HALVES.get(x, "float32")
+
+    def codegen(context, builder, signature, args):
+        if stored == "float32":
+            return args[0]
+        if stored == "float16":
+            return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(x), codegen
+
+
+@intrinsic
+def narrow(typingctx, x, like):
+    """fp32 rounded once, to nearest even, to the storage dtype of the element `like`."""
+    stored = _HALVES.get(like, "float32")
+
+    def codegen(context, builder, signature, args):
+        if stored == "float32":
+            return args[0]
+        if stored == "float16":
+            return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
+
+    return like(types.float32, like), codegen
+
+
 def _load_vector(builder, address, stored: str):
     """LANES elements as fp32."""
 
