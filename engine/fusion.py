@@ -31,11 +31,12 @@ class FusedAttention(nn.Module):
         shape = *hidden_states.shape[1:-1], -1, module.head_dim
         q, k, v = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
         if hasattr(self, "q_norm"):
-            q, k = module.q_norm(q), module.k_norm(k)
+            q, k = module.q_norm(q[None])[0], module.k_norm(k[None])[0]  # as the model's code calls them
         cos, sin = (t[0] for t in position_embeddings)
+        assert cos.shape[-1] == module.head_dim, "a rotary embedding of part of a head"
         q, k = ops.backend(q.device).rotary(q, k, cos, sin)
-        config = module.config
-        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None)) or 0
+        of_all = module.config.model_type == "mistral" and module.config.sliding_window
+        window = getattr(self, "sliding_window", of_all) or 0
         out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 

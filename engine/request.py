@@ -120,7 +120,7 @@ class Request:
         """A snapshot, or what is new since the last one."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
         samples = [s for s in self.samples if not delta or s.news]
-        scores = None if self.params.prompt_logprobs is None else self.prompt_scores
+        scores = None if self.params.prompt_logprobs is None or self.partly_scored else self.prompt_scores
         if delta and all(s.reported for s in self.samples):  # told before
             scores = None
         return RequestOutput(

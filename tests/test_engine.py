@@ -577,6 +577,26 @@ def test_prompt_logprobs_survive_preemption(checkpoint, trainer):
     assert [o.prompt_logprobs for o in outputs] == trainer_logprobs(trainer, prompts)
 
 
+def test_scores_that_an_abort_cut_short_are_none(checkpoint):
+    llm = engine(checkpoint("llama"), max_num_batched_tokens=20)
+    params = SamplingParams(max_tokens=4, prompt_logprobs=True)
+    for steps in (0, 1, 2):
+        request = llm.add_request(prompt_of(100, 1), params)
+        for _ in range(steps):
+            assert not llm.step()
+        llm.abort(request)
+        (output,) = llm.step()
+        assert output.completions[0].finish_reason == "abort" and output.prompt_logprobs is None
+
+
+def test_a_window_that_the_models_code_ignores_is_ignored(checkpoint):
+    """A Llama checkpoint that keeps another family's `sliding_window` in its config."""
+    path = copy_of(checkpoint("llama"), checkpoint("llama").parent / "stray_window", sliding_window=16)
+    sample = one(engine(path), prompt_of(60, 1), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+    scored = trainer_logprobs(exact_model(path), [prompt_of(60, 1) + sample.token_ids])[0]
+    assert scored[60:] == sample.logprobs
+
+
 # --- weight updates ---------------------------------------------------------------------------------------------------
 
 

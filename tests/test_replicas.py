@@ -681,7 +681,7 @@ def test_an_id_can_be_used_again_after_an_abort(pair, paths, expected):
 
 
 def test_news_that_nobody_waits_for_comes_seldom(paths, expected, monkeypatch):
-    """Of requests whose end alone is asked for: with the end, after REPORT_STEPS, and when the replica pauses."""
+    """Of requests whose end alone is asked for: when more or fewer run, after REPORT_STEPS, and at a pause."""
     far, llm = replica.Replica(str(paths[0]), EngineConfig(**SMALL), 1), LLM(paths[0], **SMALL)
     near = {}
     reports = []
@@ -706,20 +706,21 @@ def test_news_that_nobody_waits_for_comes_seldom(paths, expected, monkeypatch):
         return len(reports)
 
     late, delta, whole = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
-    for steps, most in ((10**6, 3), (10, 10)):
+    for steps, most in ((10**6, 8), (10, 15)):
         start(steps, late, late, late)
         assert finish() <= most
     for steps, second in ((10**6, delta), (10**6, whole), (1, late)):
         start(steps, late, second, late)
         assert finish() >= 60
     start(10**6, late, late, late)
-    for _ in range(10):
+    for _ in range(20):
         far.tick(report)
-    assert not reports
+    told = [len(r.samples[0].sampled) for r in near.values()]
     far.pause(True)
-    assert not far.tick(report) and all(r.samples[0].sampled for r in near.values())
+    assert not far.tick(report)
+    assert all(len(r.samples[0].sampled) >= n + 10 for r, n in zip(near.values(), told, strict=True))
     far.pause(False)
-    assert finish() <= 4
+    assert finish() <= 10
 
 
 def test_an_error_in_the_first_stage_breaks_the_pipeline(paths, monkeypatch):

@@ -98,6 +98,7 @@ class Replica(UpdateMember):
             peer.on_lost = lambda: os._exit(1)  # a replica is of no use without a stage
         self.update = self.core.begin_weight_update()
         self.news: dict[str, Request] = {}
+        self.load = 0, 0
         self.beats = 0
         self.occupied = False
 
@@ -117,9 +118,11 @@ class Replica(UpdateMember):
             self.core.step()
         self.beats += 1
         self.news |= {r.request_id: r for r in self.core.take_progress()}
-        if not working or self.beats % REPORT_STEPS == 0 or any(r.due for r in self.news.values()):
-            news, self.news = self.news, {}
-            report(([Progress.take(r) for r in news.values()], self.core.stats()))
+        stats, due = self.core.stats(), any(r.due for r in self.news.values())
+        load = stats.num_running, stats.num_waiting
+        if due or load != self.load or self.beats % REPORT_STEPS == 0 or not working:
+            report(([Progress.take(r) for r in self.news.values()], stats))
+            self.news, self.load = {}, load
         return working
 
     def ping(self) -> tuple[int, bool]:

@@ -112,8 +112,7 @@ class Router:
 
     @property
     def world_size(self) -> int:
-        alive = [h for h in self.handles if h.state in ("starting", "serving")]
-        return len(alive) * self.config.pipeline_parallel_size
+        return sum(h.state in ("starting", "serving") for h in self.handles) * self.config.pipeline_parallel_size
 
     @property
     def serving(self) -> list[_Handle]:
@@ -234,9 +233,8 @@ class Router:
             serial, error = value
             if (request := handle.requests.get(serial)) is not None:
                 self.end(request, "error", f"{type(error).__name__}: {error}")
-        elif kind == "lost":
-            if value is handle.peer and handle.state == "serving":
-                self._lose(handle)
+        elif kind == "lost" and value is handle.peer and handle.state == "serving":
+            self._lose(handle)
         elif kind in ("starting", "waiting"):
             handle.state = kind
         elif kind == "not started":
@@ -268,8 +266,7 @@ class Router:
         handle.peer.kill()  # type: ignore[union-attr]  # perhaps it is only its connection that ended
         self._drop_fan_out()
         handle.stats = None
-        requests, handle.requests = handle.requests, {}
-        received, handle.received = handle.received, set()
+        requests, received, handle.requests, handle.received = handle.requests, handle.received, {}, set()
         self._start(handle)
         for serial, request in requests.items():
             # one that was dead before it got the request counts less: all may have died together

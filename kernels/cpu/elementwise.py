@@ -50,9 +50,9 @@ def sum_of_squares(row):
     whole = row.size - row.size % 16
     for start in range(0, whole, 16):
         for lane in range(16):
-            lanes[lane] = fma(row[start + lane], row[start + lane], lanes[lane])
+            lanes[lane] = fma(widen(row[start + lane]), widen(row[start + lane]), lanes[lane])
     for lane in range(row.size - whole):
-        lanes[lane] = fma(row[whole + lane], row[whole + lane], lanes[lane])
+        lanes[lane] = fma(widen(row[whole + lane]), widen(row[whole + lane]), lanes[lane])
     width = 8
     while width > 0:
         for lane in range(width):
@@ -67,27 +67,22 @@ def _norm_row(row, weight, eps, out):
     mean = sum_of_squares(row) / float32(row.size)
     scale = _ONE / np.sqrt(mean + float32(eps))
     for j in range(row.size):
-        out[j] = narrow(widen(weight[j]) * (row[j] * scale), out[j])
+        out[j] = narrow(widen(weight[j]) * (widen(row[j]) * scale), row[j])
     return scale
 
 
 @elementwise
 def _rms_norm(x, weight, eps, out, rstd):
     for i in prange(x.shape[0]):
-        row = np.empty(x.shape[1], np.float32)
-        for j in range(row.size):
-            row[j] = widen(x[i, j])
-        rstd[i] = _norm_row(row, weight, eps, out[i])
+        rstd[i] = _norm_row(x[i], weight, eps, out[i])
 
 
 @elementwise
 def _add_rms_norm(x, update, weight, eps, total, out):
     for i in prange(x.shape[0]):
-        row = np.empty(x.shape[1], np.float32)
-        for j in range(row.size):
+        for j in range(x.shape[1]):
             total[i, j] = narrow(widen(x[i, j]) + widen(update[i, j]), x[i, j])
-            row[j] = widen(total[i, j])
-        _norm_row(row, weight, eps, out[i])
+        _norm_row(total[i], weight, eps, out[i])
 
 
 @inline
