@@ -17,7 +17,8 @@ What is approximated:
 - Lengths are independent log-normal, within a group too. The router doesn't know lengths or speeds: a group goes, as
   its RL step begins, to the replica with the fewest unfinished sequences.
 - Messages between stages don't queue for the link. Training takes no time; the sync after each RL step does.
-- A replica that fails loses its unfinished sequences; they start over there, each with a prompt to compute.
+- The sequences of a replica that fails wait for it and go on from their tokens, all of them computed again. (The router
+  would give them to other replicas at once.)
 - With staleness k, the start and the last drain are in the figures; more --steps make them matter less.
 """
 
@@ -355,7 +356,7 @@ def _sample(c, r, state, batch, slots, chunk, now):
         if slot.wait > 0:
             slot.wait = 0
             batch.rows += 1
-            batch.context += c.prompt
+            batch.context += c.prompt + slot.length - slot.left
         slot.left -= 1
         batch.context += 1
         if slot.left == 0:
@@ -370,7 +371,7 @@ def _sample(c, r, state, batch, slots, chunk, now):
 
 @njit(cache=True)
 def _restart(c, r, state, failure):
-    """Unfinished sequences start over when the replica is back; an idle one loses only time."""
+    """Unfinished sequences go on when the replica is back, without their KV; an idle one loses only time."""
     back = failure + c.restart
     state.failures += 1
     state.driver = max(state.driver, back)
@@ -381,9 +382,11 @@ def _restart(c, r, state, failure):
         r.free[:] = back
         for i in range(len(r.batches)):
             batch = r.batches[i]
-            batch.ready, batch.rows, batch.context, batch.backlog = back, 0, 0, batch.count * c.prompt
+            batch.ready, batch.rows, batch.context, batch.backlog = back, 0, 0, 0
             for j in range(batch.count):
-                r.slots[i, j].left, r.slots[i, j].wait = r.slots[i, j].length, (j + 1) * c.prompt
+                slot = r.slots[i, j]
+                batch.backlog += c.prompt + slot.length - slot.left
+                slot.wait = batch.backlog
 
 
 @njit(cache=True)

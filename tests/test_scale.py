@@ -82,6 +82,21 @@ def test_one_simulated_gpu_is_hand_arithmetic(scale, profile):
     assert found.tokens == 256 and found.seconds == pytest.approx(by_hand, rel=1e-9)
 
 
+def test_a_simulated_failure_costs_the_restart_and_the_kv(scale, profile):
+    """The same with a failure in the middle of the 12th step: its tokens stay, all 22 of a sequence are computed again,
+    and sample the 13th."""
+    workload = scale.Workload(prompts=8, group=1, prompt_tokens=10, median=32, sigma=0.0, max_tokens=64, steps=1)
+    driver = 2e-3 + 8 * 1e-5 + 3e-3
+    prefill, decode, again = (4 * (1e-3 + n * 1e-5) + driver for n in (80, 8, 8 * 22))
+    failure = prefill + 10.5 * decode
+    gaps = np.random.default_rng([0, 2]).exponential(1, 2)
+    assert gaps[1] > 10 * gaps[0], "no second failure"
+    cluster = scale.Cluster(failures_per_hour=3600 * gaps[0] / failure, restart_seconds=0.5)
+    found = scale.simulate(profile, scale.Layout(1), workload, cluster=cluster)
+    assert found.tokens == 256 and found.failures == 1
+    assert found.seconds == pytest.approx(failure + 0.5 + again + 19 * decode + found.sync_seconds, rel=1e-9)
+
+
 def test_simulated_tokens_dont_depend_on_the_layout_and_more_gpus_are_faster(scale, profile):
     workload = scale.Workload(prompts=64, group=4, prompt_tokens=64, median=100, sigma=0.5, max_tokens=400, steps=1)
     found = [scale.simulate(profile, scale.Layout(gpus, stages), workload) for gpus, stages in
