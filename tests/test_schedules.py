@@ -85,7 +85,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, models, **settings):
         while queue and ((moves and rng.random() < 0.5) or not llm.has_unfinished_requests()):
             ids.append(llm.add_request(*queue.pop(0)))
         if moves and queue and rng.random() < 0.2:
-            doomed = llm.add_request(requests[0][0], SamplingParams(n=2))
+            doomed = llm.add_request(requests[0][0], SamplingParams(n=2, max_tokens=requests[0][1].max_tokens))
         if doomed and rng.random() < 0.3:
             llm.abort(doomed)
         never = not (here or queue or llm.weight_version)  # by chance, as a router's draws follow the clock
