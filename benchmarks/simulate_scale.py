@@ -289,8 +289,8 @@ class Replica(NamedTuple):
     slowdown: np.ndarray  # [S]
     failures: np.ndarray  # [F] seconds at which it fails
     free: np.ndarray  # [S] seconds from which on a stage is free
-    batches: np.ndarray  # [m] BATCH; rows: sequences that decode; backlog: prompt tokens to compute; context: of rows
-    slots: np.ndarray  # [m, W] SLOT, a batch's `count` first are taken; wait: backlog until the prompt is computed
+    batches: np.ndarray  # [m] BATCH; rows: sequences that decode; backlog: tokens to prefill; context: of rows
+    slots: np.ndarray  # [m, W] SLOT, a batch's `count` first are taken; wait: backlog until its own is prefilled
     pending: np.ndarray  # [steps] unfinished sequences of an RL step
     done: np.ndarray  # [steps] seconds at which the latest of them finished
     state: np.ndarray  # [1] STATE; turn: the batch whose result is next; short: under half of `filled` are occupied
