@@ -21,9 +21,10 @@ class EngineConfig:
     linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
 
     pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
-    backend: of these processes: "mp" (children of this one), "ray" (actors of a Ray cluster), "inproc" (stages in this
-    process, for tests). batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how
-    many layers each stage has; None balances them by size, or with `balance` by the time that they take.
+    backend: "mp" (stages are children of this process), "ray" (replicas and stages are actors of a Ray cluster, a local
+    one where there is no other), "inproc" (stages in this process, for tests); None: "ray" for replicas, else "mp".
+    batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how many layers each stage
+    has (None: by their size).
     worker_timeout: seconds until a worker that doesn't answer counts as dead; start_timeout: until it must have loaded.
     """
 
@@ -42,12 +43,16 @@ class EngineConfig:
     exact: bool = True
     pipeline_parallel_size: int = 1
     replicas: int = 1
-    backend: str = "mp"
+    backend: str = None  # type: ignore[assignment]  # chosen below
     batches_in_flight: int | None = None
     stage_layers: tuple[int, ...] | None = None
-    balance: bool = False
     worker_timeout: float = 60.0
     start_timeout: float = 300.0
+
+    @property
+    def in_this_process(self) -> bool:
+        """True if nothing needs a process of its own."""
+        return self.num_workers == 1 or self.backend == "inproc"
 
     @property
     def num_workers(self) -> int:
@@ -73,14 +78,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens is None:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
+        if self.backend is None:
+            object.__setattr__(self, "backend", "ray" if self.replicas > 1 else "mp")
         if self.backend not in (backends := ("mp", "ray", "inproc")):
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
-        if self.pipeline_parallel_size == 1 and (self.balance or self.stage_layers is not None):
-            raise ValueError("balance and stage_layers cut a model into stages: set pipeline_parallel_size")
+        if self.pipeline_parallel_size == 1 and self.stage_layers is not None:
+            raise ValueError("stage_layers cuts a model into stages: set pipeline_parallel_size")
         if self.backend == "ray" and self.num_workers == 1:
             raise ValueError("backend 'ray' places stages and replicas: set pipeline_parallel_size or replicas")
-        if self.backend == "inproc" and self.replicas > 1:
-            raise ValueError("replicas need processes of their own: backend 'mp' or 'ray'")
+        if self.backend != "ray" and self.replicas > 1:
+            raise ValueError(f"replicas are actors of a Ray cluster: backend 'ray', not {self.backend!r}")
         if self.async_scheduling and not self._one_batch:
             raise ValueError("async_scheduling has all sequences in each step, of a model in one stage: leave out "
                              "pipeline_parallel_size and batches_in_flight")  # fmt: skip
@@ -95,7 +102,7 @@ class EngineConfig:
                                  f"{self.pipeline_parallel_size} stages")  # fmt: skip
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
-        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "balance", "async_scheduling"
+        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "async_scheduling"
         for name in flags:
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("async_scheduling", None):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")

@@ -116,8 +116,8 @@ class Request:
             cut += len(string) if self.params.include_stop_str_in_output else 0
             sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
 
-    def output(self, tokenizer) -> RequestOutput:
-        """A snapshot, or what is new since the last one."""
+    def take_output(self, tokenizer) -> RequestOutput:
+        """A snapshot, or what is new since the last one, which then counts as told."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
         samples = [s for s in self.samples if not delta or s.news]
         scores = None if self.params.prompt_logprobs is None or self.partly_scored else self.prompt_scores

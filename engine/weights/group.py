@@ -1,10 +1,10 @@
 """Weights from one process to others over a torch process group of their own, beside the default one.
 
-Rank 0 sends, the others receive. Both sides know the manifest (`TensorSpec`s) before the first collective and derive
-the same buckets from it, so a mistake is an error on the side that makes it, never misread bytes:
+Rank 0 sends, the others receive. Both sides know the tensors' specs before the first collective and derive the same
+buckets from them, so a mistake is an error on the side that makes it, never misread bytes:
 
     with WeightGroup("127.0.0.1", 29500, rank=0, world_size=2) as group:      # the trainer
-        group.send(model.state_dict().items(), manifest_of(model.state_dict()))
+        group.send(model.state_dict().items(), specs_of(model.state_dict()))
 
     with WeightGroup("127.0.0.1", 29500, rank=1, world_size=2) as group:      # the engine
         llm.update_weights(group.receive(specs))
@@ -16,12 +16,9 @@ their senders work with it too.
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
+
+from .spec import TensorSpec, buckets, split_bucket
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_NAME = "weight_update_group"
+DEFAULT_GROUP_NAME = "weight_update_group"
 DEFAULT_TIMEOUT = 300.0  # seconds
 WHOLE = 2**62  # as bucket_bytes: everything in one broadcast
 
@@ -44,63 +42,13 @@ class TransferError(RuntimeError):
     """The group could not be made, or a broadcast failed or timed out. The group is of no more use."""
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a manifest."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def manifest_of(state: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """The manifest of a state dict (of DTensors too: their global shapes), in its order."""
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
-
-
-def parse_manifest(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
-    """A manifest from three lists, as both HTTP dialects carry it; dtypes like "bfloat16". Raises ValueError."""
-    if not names:
-        raise ValueError("the manifest names no tensors")
-    if not len(names) == len(dtypes) == len(shapes):
-        raise ValueError(f"the manifest has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
-    specs = []
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}; expected a torch name like 'bfloat16'")
-        specs.append(TensorSpec(name, tuple(shape), found))
-    return specs
-
-
-def full_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A state dict's items; a DTensor (FSDP2) is gathered when its turn comes, so all its ranks must iterate."""
-    for name, tensor in state.items():
-        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-
-
-@contextmanager
-def gathering(state: Mapping[str, Tensor]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """`full_tensors`; what the block leaves is gathered and dropped, so that no rank waits for one that failed."""
-    tensors = full_tensors(state)
-    try:
-        yield tensors
-    finally:
-        for _ in tensors:
-            pass
-
-
 class WeightGroup:
-    """A process group named `name` of `world_size` ranks; creating it waits for all of them.
+    """A process group named `name` of `world_size` ranks. Creating it waits for all of them.
 
     master_address, master_port: where rank 0 listens. backend: "gloo" (tensors in CPU memory) or "nccl" (on this
     process's current CUDA device). timeout: seconds, for the rendezvous and for each broadcast; then TransferError,
     and the group is closed on this side, which the others soon see. bucket_bytes of `send` and `receive` must agree:
-    None is a broadcast per tensor, a number puts tensors in a row together up to so many bytes.
+    None is a broadcast per tensor; a number puts consecutive tensors together, up to that many bytes.
     """
 
     def __init__(
@@ -109,7 +57,7 @@ class WeightGroup:
         master_port: int | str,
         rank: int,
         world_size: int,
-        name: str = DEFAULT_NAME,
+        name: str = DEFAULT_GROUP_NAME,
         backend: str = "gloo",
         timeout: float = DEFAULT_TIMEOUT,
     ):
@@ -119,7 +67,11 @@ class WeightGroup:
             raise ValueError("backend 'nccl' needs a CUDA device, and there is none here; use 'gloo'")
         if not 0 <= rank < world_size or world_size < 2:
             raise ValueError(f"rank {rank} of world_size {world_size}: expected at least 2 ranks, counted from 0")
-        self.name, self.rank, self.world_size, self.backend, self.timeout = name, rank, world_size, backend, timeout
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout = timeout
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         where = f"{master_address}:{master_port}"
         logger.info("joining weight group %r at %s as rank %d of %d over %s", name, where, rank, world_size, backend)
@@ -132,20 +84,21 @@ class WeightGroup:
 
     @property
     def usable(self) -> bool:
+        """True until the group is closed, here or by a failure."""
         return self._backend is not None
 
     def send(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        manifest: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec],
         bucket_bytes: int | None = None,
     ) -> None:
-        """Broadcasts (name, tensor) pairs, which must come as the manifest says, on any device. Rank 0 alone sends."""
+        """Broadcast (name, tensor) pairs, which must come as the specs say, on any device. Rank 0 alone sends."""
         if self.rank != 0:
             raise ValueError(f"rank 0 sends in a weight group; this is rank {self.rank}")
         source = iter(tensors)
         try:
-            for bucket in _buckets(manifest, bucket_bytes):
+            for bucket in _buckets(specs, bucket_bytes):
                 parts = [self._matching(spec, next(source, None)) for spec in bucket]
                 flat = parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1).view(torch.uint8) for p in parts])
                 self._wait(self._broadcast(flat), bucket)
@@ -161,20 +114,20 @@ class WeightGroup:
             raise ValueError(f"the manifest says {spec}, but the tensor to send is {found}")
         return pair[1].detach().to(self.device).contiguous()
 
-    def receive(self, manifest: Sequence[TensorSpec], bucket_bytes: int | None = None) -> Generator[tuple[str, Tensor]]:
-        """Yields (name, tensor) in the manifest's order while the next bucket is already on its way.
+    def receive(self, specs: Sequence[TensorSpec], bucket_bytes: int | None = None) -> Generator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in the specs' order while the next bucket is already on its way.
 
         Close the generator (`contextlib.closing`) when you may stop early: it then takes and drops the rest, so that
         the sender isn't left waiting and the group stays in step.
         """
-        flights = _one_ahead(self._post(bucket) for bucket in _buckets(manifest, bucket_bytes))
+        coming = _one_ahead(self._post(bucket) for bucket in _buckets(specs, bucket_bytes))
         try:
-            for flat, work, bucket in flights:
+            for flat, work, bucket in coming:
                 self._wait(work, bucket)
-                yield from split(flat, bucket)
+                yield from split_bucket(flat, bucket)
         finally:
             if self.usable:
-                for _, work, bucket in flights:
+                for _, work, bucket in coming:
                     self._wait(work, bucket)
 
     def _post(self, bucket: list[TensorSpec]) -> tuple[Tensor, dist.Work, list[TensorSpec]]:
@@ -208,10 +161,10 @@ class WeightGroup:
             ) from error
 
     def close(self) -> None:
-        """Leaves the group; again and again if you like."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.abort()  # an orderly shutdown would wait for the others
+        """Leave the group. Closing it again does nothing."""
+        if self._backend is not None:
+            self._backend.abort()  # an orderly shutdown would wait for the others
+            self._backend = None
 
     def __enter__(self) -> WeightGroup:
         return self
@@ -221,13 +174,13 @@ class WeightGroup:
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens on now; rank 0 of a group will, so be quick."""
+    """Return a port that nobody listens on now. Rank 0 of a group will, so be quick."""
     with socket.create_server((host, 0)) as s:
         return s.getsockname()[1]
 
 
 def new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
-    """A group's backend that torch's registry of groups doesn't know, so that names may repeat in a process.
+    """Return a group's backend that torch's registry of groups doesn't know, so that names may repeat in a process.
 
     The prefixes of the store's keys are part of the protocol: they are those that torch's own helper gives the groups
     of other frameworks' senders.
@@ -246,36 +199,12 @@ def new_backend(where: str, rank: int, world_size: int, name: str, backend: str,
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def _buckets(manifest: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
-    """Runs of tensors of at most bucket_bytes together, at least one each."""
-    bucket: list[TensorSpec] = []
-    size = 0
-    for spec in manifest:
-        if bucket and (bucket_bytes is None or size + spec.nbytes > bucket_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(spec)
-        size += spec.nbytes
-    if bucket:
-        yield bucket
-
-
-def split(flat: Tensor, bucket: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket whose bytes are `flat`; or `flat` itself, which may be the only tensor."""
-    if len(bucket) == 1 and flat.shape == bucket[0].shape and flat.dtype == bucket[0].dtype:
-        yield bucket[0].name, flat
-        return
-    start = 0
-    for spec in bucket:
-        part = flat[start : start + spec.nbytes]
-        start += spec.nbytes
-        if part.storage_offset() % spec.dtype.itemsize:  # tensors of several dtypes lie side by side unpadded
-            part = part.clone()
-        yield spec.name, part.view(spec.dtype).view(spec.shape)
+def _buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
+    return buckets(specs, lambda spec: spec.nbytes, -1 if bucket_bytes is None else bucket_bytes)
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """`items`; each is given out when the one after it has been made."""
+    """Yield the items, each when the one after it has been made."""
     source = iter(items)
     for current in source:
         for following in source:
