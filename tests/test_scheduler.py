@@ -79,7 +79,6 @@ class Driver:
             for offset in range(SIZE):
                 self.kv[destination, offset] = self.kv.get((source, offset))
         self.copies += len(self.scheduler.block_copies)
-        self.scheduler.block_copies.clear()
         self.computed.append(batch.num_tokens)
         for seq in batch.sequences:
             *known, newest = seq.scheduled_token_ids
@@ -102,10 +101,8 @@ class Driver:
         batch = self.schedule()
         if batch.sequences:
             self.compute(batch)
-            sampling = [seq for seq in batch.sequences if seq.samples_now]
-            self.scheduler.advance(batch)
+            drawing = self.scheduler.postprocess(batch)
             self.scheduler.check()
-            drawing = [s for leader in sampling for s in (leader, *self.scheduler.fork(leader))]
             self.flights.append([(seq, token(seq)) for seq in drawing])
             for i, seq in enumerate(drawing):
                 seq.num_pending, seq.pending_draw = seq.num_pending + 1, i
@@ -381,7 +378,7 @@ def test_two_equal_prompts_in_one_prefill_batch_never_free_blocks_in_use():
     assert driver.blocks.num_free == 4, "the duplicates' own blocks were not freed"
     driver.scheduler.finish(first)
     driver.scheduler.check()
-    assert not set(second.block_table) & set(driver.blocks.free)
+    assert not set(second.block_table) & set(driver.blocks.free_blocks)
     driver.drain()
 
 
@@ -392,10 +389,10 @@ def test_a_block_is_published_only_after_its_kv_exists():
     batch = driver.schedule()  # 6 of 12 tokens
     assert not driver.blocks.block_of, "published before it was computed"
     driver.compute(batch)
-    driver.scheduler.advance(batch)
+    driver.scheduler.postprocess(batch)
     assert len(driver.blocks.block_of) == 1, "one block is full, the second is not"
     probe = Sequence(99, prompt, 1)
-    assert driver.blocks.attach_prefix(probe) == 4
+    assert driver.blocks.match_prefix(probe) == 4
     driver.blocks.release(probe)
 
 
@@ -453,7 +450,7 @@ def test_a_running_sequences_blocks_of_the_old_salt_are_never_found():
     for _ in range(8):
         driver.step()
     probe = Sequence(99, old.token_ids, 1)
-    assert driver.blocks.attach_prefix(probe) == 0
+    assert driver.blocks.match_prefix(probe) == 0
 
 
 def test_new_weights_drop_all_kv_and_keep_all_tokens():
@@ -490,14 +487,14 @@ def test_eviction_is_oldest_first_and_tails_before_the_heads_they_build_on():
     assert len(driver.blocks.block_of) == 4
     driver.run(tokens(3, 4 * SIZE - 1), max_tokens=1, use_prefix_cache=False)  # needs four: two blank, old's two
     probe = Sequence(99, new, 1)
-    assert driver.blocks.attach_prefix(probe) == 8, "the newer prefix was evicted first"
+    assert driver.blocks.match_prefix(probe) == 8, "the newer prefix was evicted first"
     driver.blocks.release(probe)
-    assert driver.blocks.attach_prefix(Sequence(98, old, 1)) == 0
+    assert driver.blocks.match_prefix(Sequence(98, old, 1)) == 0
 
     driver = Driver(num_blocks=3)
     driver.run(old, max_tokens=1)
     driver.run(tokens(3, 2 * SIZE - 1), max_tokens=1, use_prefix_cache=False)  # a blank one and one of the two
-    assert driver.blocks.attach_prefix(Sequence(97, old, 1)) == 4, "the head went before the tail"
+    assert driver.blocks.match_prefix(Sequence(97, old, 1)) == 4, "the head went before the tail"
 
 
 def test_a_hit_makes_a_prefix_young_again():
@@ -506,7 +503,7 @@ def test_a_hit_makes_a_prefix_young_again():
     for prompt in (old, new, old):
         driver.run(prompt, max_tokens=1)
     driver.run(tokens(3, 4 * SIZE - 1), max_tokens=1, use_prefix_cache=False)
-    assert driver.blocks.attach_prefix(Sequence(99, old, 1)) == 8
+    assert driver.blocks.match_prefix(Sequence(99, old, 1)) == 8
 
 
 def test_a_prefix_whose_blocks_are_in_use_is_never_evicted():

@@ -207,7 +207,7 @@ def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Ten
     _core(llm).runner.graphs = None  # a replay calls no module
     sample = llm.process(tokens, SamplingParams(max_tokens=1), "activations").samples[0]
     blocks = llm.scheduler.blocks
-    if not blocks.grow(sample, len(tokens)):
+    if not blocks.allocate(sample, len(tokens)):
         raise MemoryError("the KV pool is in use")
     try:
         with _Recorder(_core(llm).runner.model) as recorder:
@@ -216,7 +216,7 @@ def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Ten
                 _core(llm).runner.run(_core(llm).planner.plan(Batch([sample]), [])[0])
                 sample.num_cached_tokens += count
     finally:
-        blocks.release(sample)
+        blocks.free(sample)
     return recorder.seen
 
 
