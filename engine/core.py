@@ -18,7 +18,7 @@ from ..model.checkpoint import StoredWeights
 from ..model.exact import load_config
 from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
-from .engine import MEMORY_TAGS, Engine
+from .engine import MEMORY_TAGS, WorkerEngine
 from .executor import Executor, StepResult, WorkerError
 from .interrupts import deferred_interrupt
 from .model_runner import Draw, Planner
@@ -38,7 +38,7 @@ class Step:
     result: StepResult
 
 
-class EngineCore(Engine):
+class EngineCore(WorkerEngine):
     """An `Engine` of one replica.
 
     executor: its workers. tokenizer: for stop strings; None: requests have none.
@@ -64,7 +64,7 @@ class EngineCore(Engine):
         self.scheduler = Scheduler(
             blocks, config.max_num_seqs, config.max_num_batched_tokens, config.num_batches, config.overlaps
         )
-        self._planner = Planner(load_config(path), device)
+        self.planner = Planner(load_config(path), device)
         self._steps: deque[Step] = deque()  # under way, oldest first
         self._max_steps = 2 if config.overlaps else config.num_batches
         self._next_seq_id = 0
@@ -140,7 +140,7 @@ class EngineCore(Engine):
         batch = self.scheduler.schedule()
         if not batch.sequences:
             return False
-        plan, draws = self._planner.plan(batch, self.scheduler.block_copies)
+        plan, draws = self.planner.plan(batch, self.scheduler.block_copies)
         try:
             result = self.executor.submit(plan)
         except torch.OutOfMemoryError as error:

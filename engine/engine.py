@@ -5,27 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from torch import nn
+
 from ..kernels.contract import Contract
 from .config import EngineConfig
 from .outputs import EngineStats
 from .request import Request
-from .weights import WeightTable, WeightUpdate, Workers
+from .weights import Source, WeightTable, WeightUpdate, Workers, gathering
 
 MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class Engine(ABC):
-    """Serves requests: one replica (`EngineCore`), many (`samebits.cluster`), or a server elsewhere.
+    """Serves requests: one replica (`EngineCore`), many (`samebits.cluster`), or a server elsewhere (`RemoteEngine`).
 
     Requests go in by `add_request`. `step` puts each that got a token or ended into `outbox`, from which the caller
     takes it; nothing else carries results. What is wrong with a request ends that request alone; what breaks the engine
     is an exception of `step`, and stays in `failure`.
 
     One thread drives an engine. Others may read its attributes and properties, which only compute, and may call
-    `check_fits`, `wake`, `stats`, the weight-group methods, and all methods of a `WeightUpdate`.
+    `check_fits`, `wake` and `stats`.
 
     contract: the numerics, None where they are not exact. max_model_len, capacity: tokens of a sequence, and of the KV
-    cache. table: the tensors that an update brings. requests: those that are unfinished. paused: whoever steps the engine stops until it is False again.
+    cache. requests: those that are unfinished. paused: whoever steps the engine stops until it is False again.
     """
 
     config: EngineConfig
@@ -33,7 +35,6 @@ class Engine(ABC):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     capacity: int
-    table: WeightTable
     weight_bytes: int
     kv_cache_bytes: int
 
@@ -76,30 +77,21 @@ class Engine(ABC):
         Raises WorkerError when the engine is broken, RuntimeError while it sleeps.
         """
 
+    def poll(self) -> None:  # noqa: B027 - most engines have nothing elsewhere
+        """Take in what happened elsewhere, such as replicas that died or came back, without waiting for anything."""
+
     def wake(self) -> None:  # noqa: B027 - most engines wait for nothing
         """End a wait of `step` in another thread."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:
-        """Set `paused`, also for replicas that step by themselves."""
+        """Set `paused`, also for those that step by themselves."""
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    @property
     @abstractmethod
-    def workers(self) -> Workers:
-        """All workers that hold weights, for weight groups."""
-
-    @abstractmethod
-    def begin_weight_update(self) -> WeightUpdate:
-        """Open an update, which any thread may load while the engine goes on."""
-
-    @abstractmethod
-    def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
-        """Put a complete update in force everywhere or nowhere; see `LLM.update_weights`.
-
-        Raises WeightUpdateError with the old weights in force, or an error after which the engine is broken.
-        """
+    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+        """Replace all weights, all or nothing, and return the new version; see `LLM.update_weights`."""
 
     @abstractmethod
     def weight_checksums(self) -> dict[str, str]:
@@ -126,3 +118,54 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the processes that belong to the engine."""
+
+
+class WorkerEngine(Engine):
+    """An `Engine` whose workers this process reaches, so that an update may come in parts and from weight groups.
+
+    Other threads may also call the methods of `workers` and of a `WeightUpdate`. table: the model's tensors.
+    """
+
+    table: WeightTable
+
+    @property
+    @abstractmethod
+    def workers(self) -> Workers:
+        """All workers that hold weights."""
+
+    @abstractmethod
+    def begin_weight_update(self) -> WeightUpdate:
+        """Open an update, which any thread may load while the engine goes on."""
+
+    @abstractmethod
+    def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
+        """Put a complete update in force everywhere or nowhere.
+
+        Raises WeightUpdateError with the old weights in force, or an error after which the engine is broken.
+        """
+
+    def next_version(self, version: int | None = None) -> int:
+        """The version that an update gets: the one asked for, or the current one + 1. Raises ValueError."""
+        if version is None:
+            return self.weight_version + 1
+        if not (isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63):
+            raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
+        return version
+
+    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+        """Load an update from one source and put it in force."""
+        version = self.next_version(version)
+        try:
+            update = self.begin_weight_update()
+        except BaseException:
+            if isinstance(source, nn.Module):  # other ranks gather, and none may wait for this one
+                with gathering(self.table.state_of(source)):
+                    pass
+            raise
+        try:
+            update.load(source, self.contract)
+            self.commit_weight_update(update, version, recompute_running)
+        except BaseException:
+            update.abort()
+            raise
+        return version

@@ -1,4 +1,4 @@
-"""The border between the engine and its workers. In one process it is a method call; `samebits.cluster` has the others."""
+"""The border between the engine and its workers: in one process a method call; for more see `samebits.cluster`."""
 
 from __future__ import annotations
 

@@ -8,36 +8,38 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
 from ..model.checkpoint import resolve
 from ..model.exact import load_config
 from .config import EngineConfig
 from .core import EngineCore
-from .engine import MEMORY_TAGS, Engine
+from .engine import MEMORY_TAGS, Engine, WorkerEngine
 from .executor import LocalExecutor
 from .input_processor import InputProcessor, Prompt, load_tokenizer
 from .interrupts import deferred_interrupt
 from .outputs import EngineStats, RequestOutput
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .weights import Source, WeightUpdate, gathering
+from .weights import Source, WeightUpdate
 
 
 class LLM:
     """The rollout engine. Its log-probs are, bit for bit, those of `samebits.trainer.token_logprobs`.
 
     model: a checkpoint directory, a hub id or "smollm2". Keywords: see `EngineConfig`; an unknown one is a TypeError.
+    engine: one that is there already, such as a `samebits.integrations.RemoteEngine`, instead of one of these settings.
     Raises CheckpointError, UnsupportedModelError or NumericsError at once where the promise can't be kept.
     """
 
-    def __init__(self, model: str | os.PathLike, **settings):
-        self.config = EngineConfig(**settings)
+    def __init__(self, model: str | os.PathLike, *, engine: Engine | None = None, **settings):
+        if engine is not None and settings:
+            raise TypeError(f"a given engine has its own settings; leave out {', '.join(sorted(settings))}")
+        self.config = EngineConfig(**settings) if engine is None else engine.config
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
-        self.engine = make_engine(self.path, self.config, self.tokenizer)
+        self.engine = make_engine(self.path, self.config, self.tokenizer) if engine is None else engine
         self.contract = self.engine.contract
         self.eos_token_ids = self.engine.eos_token_ids
         self.max_model_len = self.engine.max_model_len
@@ -146,9 +148,9 @@ class LLM:
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return what `step` would report, without a step: requests aborted since."""
-        progressed = [*self.engine.outbox.values()]
+        outputs = [r.take_output(self.tokenizer) for r in self.engine.outbox.values() if r.due]
         self.engine.outbox.clear()
-        return [r.take_output(self.tokenizer) for r in progressed if r.due]
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """True if `step` has anything left to compute or to report."""
@@ -203,32 +205,26 @@ class LLM:
         work and gives up their exactness; their version spans say so.
         Raises WeightUpdateError or NumericsError and serves the old weights on when anything is wrong with the source.
         """
-        self._check_version(version)
-        try:
-            update = self.engine.begin_weight_update()
-        except BaseException:
-            if isinstance(source, nn.Module):  # other ranks gather, and none may wait for this one
-                with gathering(self.engine.table.state_of(source)):
-                    pass
-            raise
-        try:
-            update.load(source, self.contract)
-            return self.commit_weight_update(update, version, recompute_running)
-        except BaseException:
-            update.abort()
-            raise
+        return self.engine.update_weights(source, version, recompute_running)
 
     def begin_weight_update(self) -> WeightUpdate:
         """Open an update, to be loaded in parts, from any thread, while the engine goes on."""
-        return self.engine.begin_weight_update()
+        return self.worker_engine.begin_weight_update()
 
     def commit_weight_update(
         self, update: WeightUpdate, version: int | None = None, recompute_running: bool = True
     ) -> int:
         """Put a complete update in force, in all stages and replicas or in none; otherwise as `update_weights`."""
-        version = self._check_version(version)
-        self.engine.commit_weight_update(update, version, recompute_running)
+        version = self.worker_engine.next_version(version)
+        self.worker_engine.commit_weight_update(update, version, recompute_running)
         return version
+
+    @property
+    def worker_engine(self) -> WorkerEngine:
+        """The engine, where its workers can be reached from here. TypeError for a server elsewhere."""
+        if not isinstance(self.engine, WorkerEngine):
+            raise TypeError(f"a {type(self.engine).__name__} takes whole updates only: use update_weights")
+        return self.engine
 
     @property
     def weight_version(self) -> int:
@@ -248,14 +244,7 @@ class LLM:
     @property
     def world_size(self) -> int:
         """The ranks that this engine takes in a weight group: one per stage of each replica."""
-        return self.engine.workers.world_size
-
-    def _check_version(self, version: int | None) -> int:
-        if version is None:
-            return self.weight_version + 1
-        if not (isinstance(version, int) and not isinstance(version, bool) and self.weight_version < version < 2**63):
-            raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
-        return version
+        return self.worker_engine.workers.world_size
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, as the engine holds it; tied tensors under their first name."""

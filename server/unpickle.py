@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing.reductions as reductions
 from torch import Tensor
 
-from ..engine.transfer import parse_manifest
+from ..engine.weights import parse_specs
 
 
 @dataclass
@@ -92,7 +92,7 @@ def named_tensors(serialized: str, load_format: str | None) -> Iterator[tuple[st
 
 
 def _from_bucket(flat: Tensor, entry: FlattenedTensorMetadata) -> tuple[str, Tensor]:
-    (spec,) = parse_manifest([entry.name], [str(entry.dtype)], [tuple(entry.shape)])
+    (spec,) = parse_specs([entry.name], [str(entry.dtype)], [tuple(entry.shape)])
     part = flat[entry.start_idx : entry.end_idx]
     if part.numel() != spec.nbytes:
         raise ValueError(f"{entry.name!r} has {part.numel()} bytes, expected {spec.nbytes}")

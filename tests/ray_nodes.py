@@ -31,7 +31,7 @@ def main(old: str, new: str) -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     found = {}
     with LLM(old, replicas=2, backend="ray", kv_cache_memory_bytes=2**20, start_timeout=20.0) as llm:
-        core = llm.core
+        core = llm.engine
 
         def states() -> list[str]:
             core.take_progress()

@@ -111,10 +111,10 @@ def test_old_kv_that_is_kept_is_marked_not_shared_and_forgotten_by_a_preemption(
     for _ in range(5):
         llm.step()
     llm.update_weights(new, recompute_running=False)
-    llm.scheduler.check()
+    llm.engine.scheduler.check()
     for _ in range(40):
         llm.step()
-    assert not llm.scheduler.blocks.block_of, "old KV was published"
+    assert not llm.engine.scheduler.blocks.block_of, "old KV was published"
     llm.reset_prefix_cache(reset_running_requests=True)
     while llm.has_unfinished_requests():
         last = {o.request_id: o for o in llm.step()}
@@ -137,10 +137,10 @@ def test_a_token_of_old_kv_keeps_its_mark_when_its_sequence_is_preempted_meanwhi
         llm.step()
     llm.update_weights(new, recompute_running=False)
     llm.step()
-    late = [s for s in llm.scheduler.running if s.num_pending]
+    late = [s for s in llm.engine.scheduler.running if s.num_pending]
     assert late and all(s.stale_kv for s in late)
     number = late[0].num_completion_tokens
-    llm.scheduler._preempt(late[0])
+    llm.engine.scheduler._preempt(late[0])
     while llm.has_unfinished_requests():
         (out,) = llm.step()
     spans = out.completions[late[0].sample_index].weight_versions

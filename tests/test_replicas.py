@@ -26,7 +26,7 @@ from samebits.engine.config import EngineConfig
 from samebits.engine.distributed import fan_out, ray_backend, replica, worker
 from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
-from samebits.engine.transfer import TransferError
+from samebits.engine.weights import TransferError
 from samebits.model.stage import split_by_size
 from samebits.server import Client
 from samebits.trainer import exact_model, token_logprobs
@@ -405,7 +405,7 @@ def test_a_replica_lends_its_weights_to_one_at_a_time(paths, expected):
 
 def test_a_dead_stage_is_an_error_that_says_so(paths):
     llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
-    pid = llm.core.pipeline.remote[0].process.process.pid
+    pid = llm.engine.executor.remote[0].process.process.pid
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"stage 1|the pipeline's last stage"):
         run_and(llm, lambda: os.kill(pid, signal.SIGKILL))
@@ -419,7 +419,7 @@ def test_a_dead_stage_is_an_error_that_says_so(paths):
 def test_a_stage_that_dies_at_the_commit_ends_the_engine(paths):
     """Its other stages have the new weights, and nobody has both."""
     llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
-    (stage,) = llm.core.pipeline.remote
+    (stage,) = llm.engine.executor.remote
     call = stage.call
 
     def dying(method, *args):
@@ -438,7 +438,7 @@ def test_a_stage_that_dies_at_the_commit_ends_the_engine(paths):
 
 def test_a_stage_that_hangs_is_an_error_in_time(paths):
     llm = LLM(paths[0], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0)
-    pid = llm.core.pipeline.remote[0].process.process.pid
+    pid = llm.engine.executor.remote[0].process.process.pid
     start = time.monotonic()
     with pytest.raises(WorkerError, match="did not answer within 3 s"):
         run_and(llm, lambda: os.kill(pid, signal.SIGSTOP))
@@ -477,7 +477,7 @@ if sys.argv[2] == "everything":
 else:  # all connections but the one that calls go over
     ip("rule add pref 2 lookup local")
     ip("rule del pref 0")
-    calls = llm.core.pipeline.remote[0]._connection.fileno()
+    calls = llm.engine.executor.remote[0]._connection.fileno()
     found = psutil.Process().net_connections("tcp")
     for port in {c.laddr.port for c in found if c.status == "ESTABLISHED" and c.fd != calls}:
         for end in "sport", "dport":
@@ -702,7 +702,7 @@ def test_news_that_nobody_waits_for_comes_seldom(paths, expected, monkeypatch):
     def finish() -> int:
         while far.working:
             far.tick(report)
-        assert bits([r.output(None) for r in near.values()]) == expected[0][: 2 * len(near)]
+        assert bits([r.take_output(None) for r in near.values()]) == expected[0][: 2 * len(near)]
         return len(reports)
 
     late, delta, whole = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
@@ -730,7 +730,7 @@ def test_an_error_in_the_first_stage_breaks_the_pipeline(paths, monkeypatch):
     def fail(*args):
         raise MemoryError("out of it")
 
-    monkeypatch.setattr(llm.core.runner, "run", fail)
+    monkeypatch.setattr(llm.engine.executor.workers[0].runner, "run", fail)
     with pytest.raises(MemoryError):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     monkeypatch.undo()
@@ -822,7 +822,7 @@ def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
         assert server.get("/get_world_size") == {"world_size": 2}
         client.update_weights(exact_model(paths[1]))
         assert bits(client.generate(PROMPTS, PARAMS)) == expected[1]
-        server.llm.core.pipeline.remote[0].process.kill()
+        server.llm.engine.executor.remote[0].process.kill()
         body = {"prompt": [5, 6, 7], "max_tokens": 20}
         codes = {server.post("/v1/completions", body).status_code for _ in range(2)}
         assert codes <= {500, 503} and 503 in codes
@@ -912,7 +912,7 @@ def test_a_split_by_measured_time_changes_no_bit(paths, expected, monkeypatch):
     measure, times = pipeline.decode_seconds, iter([1.0, 1.0])  # a layer, and one with a head that costs nothing
     monkeypatch.setattr(pipeline, "decode_seconds", lambda *of: measure(*of, repeats=1) and next(times))
     llm = LLM(paths[0], pipeline_parallel_size=2, balance=True, backend="inproc", **SMALL)
-    assert llm.core.pipeline.layers == [(0, 2), (2, 4)] != split_by_size(paths[0], 2)
+    assert llm.engine.executor.layers == [(0, 2), (2, 4)] != split_by_size(paths[0], 2)
     assert bits(generate(llm)) == expected[0]
 
 

@@ -393,7 +393,7 @@ def test_a_block_is_published_only_after_its_kv_exists():
     assert len(driver.blocks.block_of) == 1, "one block is full, the second is not"
     probe = Sequence(99, prompt, 1)
     assert driver.blocks.match_prefix(probe) == 4
-    driver.blocks.release(probe)
+    driver.blocks.free(probe)
 
 
 def test_equal_prompts_admitted_in_the_same_step_do_not_hit_each_other():
@@ -488,7 +488,7 @@ def test_eviction_is_oldest_first_and_tails_before_the_heads_they_build_on():
     driver.run(tokens(3, 4 * SIZE - 1), max_tokens=1, use_prefix_cache=False)  # needs four: two blank, old's two
     probe = Sequence(99, new, 1)
     assert driver.blocks.match_prefix(probe) == 8, "the newer prefix was evicted first"
-    driver.blocks.release(probe)
+    driver.blocks.free(probe)
     assert driver.blocks.match_prefix(Sequence(98, old, 1)) == 0
 
     driver = Driver(num_blocks=3)

@@ -79,7 +79,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, models, **settings):
         enable_prefix_caching=rng.random() < 0.8,
         **settings,
     )
-    here = isinstance(llm.core, EngineCore)  # or in a worker behind a router, whose steps may do nothing but wait
+    here = isinstance(llm.engine, EngineCore)  # or in a worker behind a router, whose steps may do nothing but wait
     results, ids, queue, doomed, moves = {}, [], list(requests), None, True
     while queue or llm.has_unfinished_requests():
         while queue and ((moves and rng.random() < 0.5) or not llm.has_unfinished_requests()):
@@ -98,7 +98,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, models, **settings):
             if out.finished:
                 results[out.request_id] = out
         if here:
-            llm.scheduler.check()
+            llm.engine.scheduler.check()
     torch.set_num_threads(threads)
     llm.close()
     assert not here or llm.stats().kv_blocks_used == 0

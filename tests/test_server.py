@@ -552,7 +552,7 @@ def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monke
         raise error("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm.core.runner, "run", fail)
+        patch.setattr(server.llm.engine.executor.workers[0].runner, "run", fail)
         response = server.post("/v1/completions", {"prompt": "x"})
         assert (response.status_code, response.json()["message"]) == (500, f"{error.__name__}: no more")
         stream = server.post("/v1/completions", {"prompt": "x", "stream": True})
@@ -561,7 +561,7 @@ def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monke
 
 
 def test_non_finite_logits_are_a_500_and_never_nan_in_json(server, monkeypatch):
-    head = server.llm.core.runner.head
+    head = server.llm.engine.executor.workers[0].runner.head
     with monkeypatch.context() as patch:
         patch.setattr(type(head), "__call__", lambda self, hidden: torch.full((len(hidden), 1001), torch.nan))
         response = server.post("/v1/completions", {"prompt": "x"})

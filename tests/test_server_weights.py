@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samebits import LLM, NumericsError, SamplingParams
-from samebits.engine.transfer import WHOLE, TransferError, WeightGroup, manifest_of
+from samebits.engine.weights import WHOLE, TransferError, WeightGroup, specs_of
 from samebits.server import Client, ServerError
 from samebits.trainer import exact_model, token_logprobs
 
@@ -36,7 +36,7 @@ path, url, act = sys.argv[1:]
 model = exact_model(path)
 client = Client(url, timeout=30)
 if act == "die":
-    from samebits.engine import transfer
+    from samebits.engine.weights import group as transfer
     broadcast = transfer.WeightGroup._broadcast
     count = iter(range(100))
     def dying(self, tensor):
@@ -130,7 +130,7 @@ class Sender:
         assert replies[0].json()["success"] is True, replies[0].text
 
     def body(self, state, **more):
-        specs = manifest_of(state)
+        specs = specs_of(state)
         dtypes = [str(s.dtype).removeprefix("torch.") for s in specs]
         lists = {"names": [s.name for s in specs], "dtypes": dtypes, "shapes": [list(s.shape) for s in specs]}
         return {**lists, "group_name": self.name, **more}
@@ -139,7 +139,7 @@ class Sender:
         """The server's reply."""
         body = self.body(state, **more)
         with in_background(self.server.post, "/update_weights_from_distributed", body) as replies:
-            self.group.send(state.items(), manifest_of(state), bucket_bytes)
+            self.group.send(state.items(), specs_of(state), bucket_bytes)
         return replies[0]
 
 
@@ -180,7 +180,7 @@ def test_vllms_sequence_of_calls(server, state, new_rollout):
         body = sender.body(dict(part))
         info = {"names": body["names"], "dtype_names": body["dtypes"], "shapes": body["shapes"], "group_name": "g"}
         with in_background(server.post, "/update_weights", {"update_info": info}) as replies:
-            sender.group.send(part, manifest_of(dict(part)))
+            sender.group.send(part, specs_of(dict(part)))
         assert replies[0].status_code == 200, replies[0].text
         assert server.get("/weight_info")["weight_version"] == "default"
     assert server.ok("/finish_weight_update", {"weight_version": "12"})["weight_version"] == "12"

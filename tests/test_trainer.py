@@ -287,7 +287,7 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
     for minibatches in (1, 3):
         trainer = Trainer(config_of(tiny, minibatches=minibatches), Digits())
         with torch.no_grad():
-            trainer.llm.core.runner.model.model.norm.weight *= 1.0001
+            trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.0001
         before = weights(trainer)
         with pytest.raises(NumericsError, match=r"tokens differ. group \d, prompt '.*': token \d .* log-prob"):
             trainer.step()
@@ -296,9 +296,9 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
 
 def test_check_off_reports_the_difference_and_goes_on(tiny):
     trainer = Trainer(config_of(tiny, check="off"), Digits())
-    replace_op(trainer.llm.core.runner.model, "model.layers.0.mlp.down_proj")
+    replace_op(trainer.llm.engine.executor.workers[0].runner.model, "model.layers.0.mlp.down_proj")
     with torch.no_grad():
-        trainer.llm.core.runner.model.model.norm.weight *= 1.01
+        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
     metrics = trainer.step()
     assert metrics["max_difference"] > 0 and metrics["updates"] == 1
 
@@ -307,11 +307,11 @@ def test_check_first_compares_until_it_has_compared(tiny):
     trainer = Trainer(config_of(tiny, check="first"), Digits())
     trainer.step()
     with torch.no_grad():
-        trainer.llm.core.runner.model.model.norm.weight *= 1.01
+        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
     assert trainer.step()["max_difference"] > 0
     trainer = Trainer(config_of(tiny, check="first", filter_uniform=True), Broken(0.5))
     with torch.no_grad():
-        trainer.llm.core.runner.model.model.norm.weight *= 1.01
+        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
     with pytest.raises(NumericsError, match="tokens differ"):
         trainer.step()  # nothing to train on; compared all the same
 
@@ -379,7 +379,7 @@ def test_the_control_without_the_promise_names_the_contract(tiny):
     engine = {"kv_cache_memory_bytes": 2**21, "exact": False}
     trainer = Trainer(config_of(tiny, engine=engine), Digits())
     with torch.no_grad():
-        trainer.llm.core.runner.model.model.norm.weight *= 1.01
+        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
     with pytest.raises(NumericsError, match="the engine runs with exact=False"):
         trainer.step()
 
@@ -449,7 +449,7 @@ def test_after_a_difference_a_step_needs_a_load(tiny, tmp_path):
     trainer.fit()
     plain = Trainer(config_of(tiny, output_dir=tmp_path, sleep=True), Digits())
     assert plain.load()
-    norm = trainer.llm.core.runner.model.model.norm.weight
+    norm = trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight
     with torch.no_grad():
         norm *= 1.0001
     with pytest.raises(NumericsError):
@@ -464,9 +464,9 @@ def test_after_a_difference_a_step_needs_a_load(tiny, tmp_path):
 def test_rollouts_of_other_weights_than_expected_stop_the_run(tiny):
     trainer = Trainer(config_of(tiny), Digits())
     trainer.llm.update_weights(trainer.model)
-    trainer.llm.core.weight_version = 0  # as if the engine had been restarted
+    trainer.llm.engine.weight_version = 0  # as if the engine had been restarted
     trainer.llm.step()
-    trainer.llm.core.weight_version = 5
+    trainer.llm.engine.weight_version = 5
     trainer.worker.llm = Restarted(trainer.llm)
     with pytest.raises(NumericsError, match="rollouts are 5 to 5 weight versions old, expected 0 to 0"):
         trainer.step()
@@ -482,9 +482,9 @@ class Restarted:
         return getattr(self.llm, name)
 
     def step(self):
-        self.llm.core.weight_version = 0
+        self.llm.engine.weight_version = 0
         outputs = self.llm.step()
-        self.llm.core.weight_version = 5
+        self.llm.engine.weight_version = 5
         return outputs
 
 

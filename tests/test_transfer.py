@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from samebits.engine.transfer import WHOLE, TensorSpec, TransferError, WeightGroup, manifest_of, parse_manifest
+from samebits.engine.weights import WHOLE, TensorSpec, TransferError, WeightGroup, parse_specs, specs_of
 
 import transfer_peer
 from transfer_peer import tensors
@@ -24,7 +24,7 @@ def free_port() -> int:
 def sender():
     """sender(act, **options): starts rank 0 in a process; gives its port and the process."""
     context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["samebits.engine.transfer"])
+    context.set_forkserver_preload(["samebits.engine.weights"])
     warm_up = context.Process(target=int)
     warm_up.start()
     warm_up.join()
@@ -58,24 +58,24 @@ def test_tensors_arrive_as_they_were_sent_in_buckets_of_any_size(sender, act, bu
     ):
         for round in range(3):
             expected = tensors(17, round)
-            assert identical(group.receive(manifest_of(expected), bucket_bytes), expected)
+            assert identical(group.receive(specs_of(expected), bucket_bytes), expected)
         process.join(20)
         assert process.exitcode == 0
 
 
 def test_senders_that_use_torchs_own_helper_are_understood(sender):
     with sender("sglang", count=5) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
-        assert identical(group.receive(manifest_of(tensors(5))), tensors(5))
+        assert identical(group.receive(specs_of(tensors(5))), tensors(5))
         process.join(20)
         assert process.exitcode == 0
 
 
 def test_a_receiver_that_stops_early_stays_in_step(sender):
     with sender(count=9, rounds=2) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
-        with contextlib.closing(group.receive(manifest_of(tensors(9)))) as pairs:
+        with contextlib.closing(group.receive(specs_of(tensors(9)))) as pairs:
             next(pairs)
         expected = tensors(9, 1)
-        assert identical(group.receive(manifest_of(expected)), expected)
+        assert identical(group.receive(specs_of(expected)), expected)
         process.join(20)
         assert process.exitcode == 0
 
@@ -83,10 +83,10 @@ def test_a_receiver_that_stops_early_stays_in_step(sender):
 def test_a_group_is_made_again_under_its_name(sender):
     for _ in range(2):
         with sender(count=2) as (port, _), WeightGroup("127.0.0.1", str(port), 1, 2, "w", timeout=30) as group:
-            assert identical(group.receive(manifest_of(tensors(2))), tensors(2))
+            assert identical(group.receive(specs_of(tensors(2))), tensors(2))
         group.close()
         with pytest.raises(TransferError, match="closed"):
-            next(group.receive(manifest_of(tensors(1))))
+            next(group.receive(specs_of(tensors(1))))
 
 
 @pytest.mark.parametrize("act", ["die", "dawdle", "wrong-order"])
@@ -94,7 +94,7 @@ def test_a_sender_that_dies_dawdles_or_errs_is_an_error_in_time(sender, act):
     with sender(act, count=3) as (port, _), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=4) as group:
         begin = time.monotonic()
         with pytest.raises(TransferError, match="'t0'"):
-            list(group.receive(manifest_of(tensors(3))))
+            list(group.receive(specs_of(tensors(3))))
         assert time.monotonic() - begin < 15
         assert not group.usable
 
@@ -127,8 +127,8 @@ def test_nccl_without_a_gpu_says_so():
 
 
 def test_manifests_from_the_wire_are_parsed_or_refused():
-    assert parse_manifest(["a"], ["bfloat16"], [[2, 3]]) == [TensorSpec("a", (2, 3), torch.bfloat16)]
-    assert parse_manifest(["a"], ["torch.float32"], [[]])[0].nbytes == 4
+    assert parse_specs(["a"], ["bfloat16"], [[2, 3]]) == [TensorSpec("a", (2, 3), torch.bfloat16)]
+    assert parse_specs(["a"], ["torch.float32"], [[]])[0].nbytes == 4
     for arguments, message in [
         (([], [], []), "names no tensors"),
         ((["a"], [], [[1]]), "1 names, 0 dtypes"),
@@ -136,4 +136,4 @@ def test_manifests_from_the_wire_are_parsed_or_refused():
         ((["a"], ["nn"], [[1]]), "unknown dtype 'nn'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            parse_manifest(*arguments)
+            parse_specs(*arguments)

@@ -359,7 +359,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
     results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
     check_results([model], requests, results)
-    kinds = {tokens > 1 for _, tokens in llm.core.runner.graphs._buckets}
+    kinds = {tokens > 1 for _, tokens in llm.engine.executor.workers[0].runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
 
 

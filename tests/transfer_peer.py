@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from samebits.engine.transfer import WeightGroup, manifest_of
+from samebits.engine.weights import WeightGroup, specs_of
 
 
 def tensors(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -47,5 +47,5 @@ def send(port: int, world_size: int, name: str, act: str, options: dict) -> None
     for round in range(options.get("rounds", 1)):
         state = tensors(options["count"], round)
         sent = list(state.items())[:: -1 if act == "wrong-order" else 1]
-        group.send(sent, manifest_of(state), options.get("bucket_bytes"))
+        group.send(sent, specs_of(state), options.get("bucket_bytes"))
     group.close()

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine.transfer import full_tensors
-from ..engine.weights import checksum
+from ..engine.weights import checksum, full_tensors
 from .checkpoint import publish, sync
 from .fsdp import together
 

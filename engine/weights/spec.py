@@ -63,7 +63,7 @@ def full_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def gathering(state: Mapping[str, Tensor]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Give `full_tensors` to the block; gather and drop what the block leaves, so that no rank waits for a failed one."""
+    """Give `full_tensors` to the block, then gather and drop what it left, so that no rank waits for a failed one."""
     tensors = full_tensors(state)
     try:
         yield tensors

@@ -37,7 +37,9 @@ class WeightStore:
         parameters = {shift_layer(n, first_layer): p for n, p in model.named_parameters(remove_duplicate=False)}
         modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
         first_names = {id(p): name for name, p in reversed(parameters.items())}
-        self.places: dict[str, list[tuple[Any, str]]] = {}  # (module, attribute) of each use; under a tensor's first name
+        self.places: dict[
+            str, list[tuple[Any, str]]
+        ] = {}  # (module, attribute) of each use; under a tensor's first name
         for name, p in parameters.items():
             owner, _, leaf = name.rpartition(".")
             self.places.setdefault(first_names[id(p)], []).append((modules[owner], leaf))

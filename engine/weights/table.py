@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels import ops
