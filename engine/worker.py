@@ -28,7 +28,7 @@ MAX_OPEN_UPDATES = 4  # whose tensors a worker holds at a time
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers."""
+    """A worker's description. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers."""
 
     contract: Contract | None
     eos_token_ids: tuple[int, ...]

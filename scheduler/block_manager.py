@@ -15,8 +15,8 @@ class BlockManager:
     └─ cached: full, found by its hash,        └─ published: full, found by its hash, shared, never written
        reused or evicted, oldest first
 
-    A block is published (`cache_blocks`) after its KV exists. Its hash chains over all tokens before it and is salted with the weight
-    version, so equal hash means equal KV, as bits.
+    A block is published (`cache_blocks`) after its KV exists. Its hash chains over all tokens before it and is salted
+    with the weight version, so equal hash means equal KV, as bits.
     """
 
     def __init__(self, num_blocks: int, block_size: int):

@@ -78,7 +78,7 @@ class WeightStore:
             yield module.packed.rows(rows)
 
     def switch(self, staged: StagedWeights) -> None:
-        """Put staged tensors in the place of the old ones, whose memory the next update takes. Nothing can fail here."""
+        """Put staged tensors in place of the old ones, whose memory the next update takes. Nothing can fail here."""
         for name, new in staged.tensors.items():
             for module, leaf in self.places[name]:
                 self._replace(name, module, leaf, new)

@@ -26,7 +26,7 @@ class WeightUpdate:
     `LLM.commit_weight_update`, which calls `prepare` first; or `abort`. Any thread may load while the engine computes.
     Several updates may be open, each is good for one commit; workers keep the newest few and forget older ones.
 
-    given: names of the tensors that all workers have. stored: the checkpoint directory that the update is, if it is one.
+    given: names of the tensors that all workers have. stored: the checkpoint directory that it is, if it is one.
     """
 
     def __init__(self, workers: Workers, table: WeightTable):
