@@ -105,12 +105,9 @@ class EngineCore(WorkerEngine):
         unstarted = {s.seq_id for sample in request.samples for s in sample.siblings}
         for sample in request.samples:
             sample.siblings = []
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sample.finish_reason = reason
-                sample.stop_reason = detail
-                if sample.seq_id not in unstarted:
-                    self.scheduler.finish(sample)
+        for sample in request.finish(reason, detail):
+            if sample.seq_id not in unstarted:
+                self.scheduler.finish(sample)
         del self.requests[request.request_id]
         self.outbox[request.request_id] = request
 
@@ -242,6 +239,7 @@ class EngineCore(WorkerEngine):
         """Put a complete update in force in all workers."""
         update.prepare()
         self.switch_weights(update.id, version, recompute_running, update.stored)
+        update.close()
 
     def switch_weights(
         self, update_id: str, version: int, recompute_running: bool, stored: StoredWeights | None

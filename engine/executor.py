@@ -85,13 +85,16 @@ class ModelInfo:
 
 
 class LocalExecutor:
-    """An `Executor` of workers in this process, one per pipeline stage, which compute one after the other."""
+    """An `Executor` of workers in this process, one per pipeline stage, which compute one after the other.
+
+    sharers: workers, these and others, that share the memory of the device.
+    """
 
     is_local = True
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig):
+    def __init__(self, path: pathlib.Path, config: EngineConfig, sharers: int = 1):
         self.load_timeout = config.start_timeout
-        self.workers = [Worker(path, config, layers) for layers in stage_layers(path, config)]
+        self.workers = [Worker(path, config, layers, sharers) for layers in stage_layers(path, config)]
         self.info = ModelInfo.of([worker.info() for worker in self.workers])
         self.collective_rpc("initialize_cache", self.info.num_blocks)
 

@@ -176,6 +176,16 @@ class Worker:
         """True if there is a group of that name that could receive tensors now."""
         return name in self._groups and self._groups[name].usable
 
+    def send_weights(self, address: str, port: int) -> None:
+        """Send the weights in force to another replica's worker, which calls `take_weights` meanwhile."""
+        with WeightGroup(address, port, 0, 2, "copy", timeout=self.config.worker_timeout) as group:
+            group.send(self.store.tensors(), self.store.specs())
+
+    def take_weights(self, update_id: str, address: str, port: int) -> None:
+        """Stage what the same worker of another replica sends."""
+        with WeightGroup(address, port, 1, 2, "copy", timeout=self.config.worker_timeout) as group:
+            self.load_tensors(update_id, group.receive(self.store.specs()))
+
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, by name."""
         return self.store.checksums()

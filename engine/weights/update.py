@@ -26,13 +26,15 @@ class WeightUpdate:
     `LLM.commit_weight_update`, which calls `prepare` first; or `abort`. Any thread may load while the engine computes.
     Several updates may be open, each is good for one commit; workers keep the newest few and forget older ones.
 
-    given: names of the tensors that all workers have. stored: the checkpoint directory that it is, if it is one.
+    open: it was neither committed nor aborted. given: names of the tensors that all workers have. stored: the
+    checkpoint directory that it is, if it is one.
     """
 
     def __init__(self, workers: Workers, table: WeightTable):
         self.id = uuid.uuid4().hex
         self.workers = workers
         self.table = table
+        self.open = True
         self.given: set[str] = set()
         self.stored: StoredWeights | None = None
         workers.collective_rpc("begin_update", self.id)
@@ -114,9 +116,14 @@ class WeightUpdate:
         self.table.check_complete(self.given)
         self.workers.collective_rpc("prepare_update", self.id)
 
+    def close(self) -> None:
+        """Note that the update is over: it was committed or aborted."""
+        self.open = False
+        self.given = set()
+
     def abort(self) -> None:
         """Forget the update, and free what workers hold of it. Does nothing where they have none of it."""
-        self.given = set()
+        self.close()
         try:
             self.workers.collective_rpc("abort_update", self.id)
         except Exception as error:  # a worker that is gone holds nothing
