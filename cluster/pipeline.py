@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from datetime import timedelta
@@ -29,6 +31,9 @@ from .link import PLANS, TOKENS, Link, Mail
 from .workers import LocalHandle, RemoteWorkers
 
 
+TRACED_STEPS = 10_000
+
+
 class StageWorker(Worker):
     """A `Worker` that takes its steps from the first stage. threads: CPU threads of each stage."""
 
@@ -40,12 +45,28 @@ class StageWorker(Worker):
         super().__init__(path, config, layers, sharers)
         self.rank = rank
         self.link: Link
+        self._trace: deque[tuple[float, float]] = deque(maxlen=TRACED_STEPS)
 
     def connect(self, address: str, port: int) -> None:
         """Join the other stages' link."""
         stages = self.config.pipeline_parallel_size
         # a stage says what it misses before the driver gives up on it
         self.link = Link(address, port, self.rank, stages, 0.9 * self.config.worker_timeout, self.model.device)
+
+    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn:
+        """Compute a step, and note when."""
+        begin = time.time()
+        out = super().execute_model(plan, hidden)
+        if isinstance(out, Drawn):
+            out.wait()
+        self._trace.append((begin, time.time()))
+        return out
+
+    def take_trace(self) -> list[tuple[float, float]]:
+        """Start and end of the last steps, in seconds since the epoch; forgets them."""
+        trace = list(self._trace)
+        self._trace.clear()
+        return trace
 
     def serve_steps(self) -> None:
         """Compute the steps whose plans come, until an error, which the other stages notice."""
@@ -93,7 +114,10 @@ class PipelineStep:
         try:
             return self._mail.wait(timedelta(seconds=limit))
         except RuntimeError as error:
-            self._executor.check_stages()
+            try:
+                self._executor.check_stages()
+            finally:
+                self._executor.close()  # no stage waits for what will never come
             name = self._executor.remote[-1].name
             raise WorkerError(f"{name} did not answer within {limit:g} s: {error}") from error
 

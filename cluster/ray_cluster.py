@@ -33,7 +33,7 @@ def ray() -> ModuleType:
 
 
 def connect(config: EngineConfig) -> None:
-    """Connect to the cluster that RAY_ADDRESS or `ray start` names, or else start one here with room for all workers."""
+    """Connect to the cluster that RAY_ADDRESS or `ray start` names, or else start one with room for all workers."""
     if ray().is_initialized():
         return
     if threading.current_thread() is threading.main_thread():

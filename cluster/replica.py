@@ -31,6 +31,7 @@ class ReplicaInfo:
     """What the driver needs to know of a replica. capacity: tokens of its KV cache; node: its place in the cluster."""
 
     model: ModelInfo
+    stats: EngineStats
     capacity: int
     node: str
 
@@ -139,7 +140,7 @@ class Replica:
 
     def info(self) -> ReplicaInfo:
         """Describe the replica."""
-        return ReplicaInfo(self.executor.info, self.engine.capacity, node_id())
+        return ReplicaInfo(self.executor.info, self.engine.stats(), self.engine.capacity, node_id())
 
     # --- from other threads -----------------------------------------------------------------------------------------
 

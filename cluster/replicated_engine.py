@@ -188,6 +188,7 @@ class ReplicatedEngine(WorkerEngine):
         new = one.current
         assert new is not None
         one.status = "serving"
+        one.stats = new.info.stats
         one.failed_starts = 0
         self._change_workers()
         self._launcher.in_thread(self._launcher.follow, one, new)

@@ -36,7 +36,7 @@ def handles_of(worker) -> list:
 
 
 def at(monkeypatch, worker, verb: str, fault) -> None:
-    """When a verb is sent to any of a worker's processes: calls fault(call, method, *args) instead of call(method, *args)."""
+    """From now on a verb to a worker is fault(call, method, *args) instead of call(method, *args)."""
     for handle in handles_of(worker):
 
         def call(method, *args, original=handle.call):

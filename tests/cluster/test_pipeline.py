@@ -1,7 +1,5 @@
 """Stages of a pipeline: what the caller sees when one dies, hangs or is cut off."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,10 +17,9 @@ from models import make_checkpoint
 
 def test_a_dead_stage_is_an_error_that_says_so(paths):
     llm = LLM(paths[0], pipeline_parallel_size=2, **SMALL)
-    pid = llm.engine.executor.remote[0].process.process.pid
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"stage 1|the pipeline's last stage"):
-        run_and(llm, lambda: os.kill(pid, signal.SIGKILL))
+    with pytest.raises(WorkerError, match="stage 1"):
+        run_and(llm, lambda: faults.kill(llm.engine.executor.remote[0]))
     assert time.monotonic() - start < 30
     assert "stage" in llm.failure
     with pytest.raises(WorkerError, match="make a new engine"):
@@ -45,10 +42,9 @@ def test_a_stage_that_dies_at_the_commit_ends_the_engine(paths, monkeypatch):
 
 def test_a_stage_that_hangs_is_an_error_in_time(paths):
     llm = LLM(paths[0], pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0)
-    pid = llm.engine.executor.remote[0].process.process.pid
     start = time.monotonic()
     with pytest.raises(WorkerError, match="did not answer within 3 s"):
-        run_and(llm, lambda: os.kill(pid, signal.SIGSTOP))
+        run_and(llm, lambda: faults.stop(llm.engine.executor.remote[0]))
     assert time.monotonic() - start < 20
     llm.close()
 
@@ -67,12 +63,11 @@ for _ in range(10):
     llm.step()
 if sys.argv[2] == "everything":
     ip("link set lo down")
-else:  # all connections but the one that calls go over
+else:  # the last stage's connections: only calls, which go over pipes, still reach it
     ip("rule add pref 2 lookup local")
     ip("rule del pref 0")
-    calls = llm.engine.executor.remote[0]._connection.fileno()
-    found = psutil.Process().net_connections("tcp")
-    for port in {c.laddr.port for c in found if c.status == "ESTABLISHED" and c.fd != calls}:
+    stage = psutil.Process(llm.engine.executor.remote[0].process.pid)
+    for port in {c.laddr.port for c in stage.net_connections("tcp") if c.status == "ESTABLISHED"}:
         for end in "sport", "dport":
             ip(f"rule add pref 1 ipproto tcp {end} {port} blackhole")
 start = time.monotonic()
@@ -88,7 +83,7 @@ print(len(alive), flush=True)
 """
 
 
-@pytest.mark.parametrize("what", ["everything", "hidden states"])
+@pytest.mark.parametrize("what", ["everything", "one stage"])
 def test_a_network_that_drops_packets_between_stages(paths, what):
     """In a network namespace of its own, from one moment on."""
     if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
@@ -98,7 +93,6 @@ def test_a_network_that_drops_packets_between_stages(paths, what):
     assert done.returncode == 0, done.stderr[-2000:]
     error, seconds, alive = done.stdout.splitlines()
     assert "WorkerError" in error and ("within" in error or "died" in error)
-    assert what == "everything" or "hidden states of stage 0 did not come within 3.6 s" in error
     assert float(seconds) < 8, "the stated timeout, and a little"
     assert alive == "0", "the stage waits for a driver that it can't reach"
 
@@ -112,9 +106,9 @@ def test_stages_work_at_the_same_time(tmp_path):
     shares = []
     for batches in (1, 4):
         with LLM(path, pipeline_parallel_size=2, batches_in_flight=batches, **settings) as llm:
-            llm.engine.members().all("take_trace")
+            llm.engine.executor.collective_rpc("take_trace")
             generate(llm)
-            first, second = llm.engine.members().all("take_trace")
+            first, second = llm.engine.executor.collective_rpc("take_trace")
         assert len(first) == len(second) >= 60 * batches
         both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
         shares.append(both / sum(b - a for a, b in second))
@@ -128,7 +122,7 @@ def test_an_error_in_the_first_stage_breaks_the_pipeline(paths, monkeypatch):
     def fail(*args):
         raise MemoryError("out of it")
 
-    monkeypatch.setattr(llm.engine.executor.workers[0].runner, "run", fail)
+    monkeypatch.setattr(llm.engine.executor.first.runner, "run", fail)
     with pytest.raises(MemoryError):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     monkeypatch.undo()

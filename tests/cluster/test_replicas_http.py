@@ -41,7 +41,8 @@ def test_a_request_does_not_wait_for_news_of_busy_replicas(paths, expected, ray_
         with in_background(client.generate, PROMPTS[:1], PARAMS) as late:
             wait_for(lambda: busy.received or idle.received)
             busy, idle = (busy, idle) if busy.received else (idle, busy)
-            faults.stop(busy)
+            stopped = faults.process_of(busy)
+            stopped.suspend()
             try:
                 start = time.monotonic()
                 assert bits(client.generate(PROMPTS[1:2], PARAMS)) == expected[0][2:4]
