@@ -290,7 +290,7 @@ def waits(llm: LLM) -> list[str]:
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")
     try:
-        llm.core._submit_step()
+        llm.engine._submit()
     except RuntimeError as error:
         return [f"a step that waits: {error}"]
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -54,12 +55,11 @@ def connect(config: EngineConfig) -> None:
 
 
 def _init(config: EngineConfig) -> None:
+    needed = config.num_workers * (threads_of_environment() or 1)
     try:
-        ray().init(address="auto")
-    except ConnectionError:
-        needed = config.num_workers * (threads_of_environment() or 1)
-        cpus = max(needed, len(os.sched_getaffinity(0)))
-        ray().init(address="local", num_cpus=cpus, include_dashboard=False)
+        ray().init(num_cpus=max(needed, len(os.sched_getaffinity(0))), include_dashboard=False)
+    except ValueError:  # there is a cluster, which has the CPUs that it has
+        ray().init(include_dashboard=False)
 
 
 def node_address() -> str:
@@ -137,6 +137,10 @@ class Placement:
 
 class RayHost(Host):
     """A `Host` on one of the cluster's nodes."""
+
+    def __init__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
 
     def free_address(self) -> tuple[str, int]:
         """An address of this node at which nobody listens."""

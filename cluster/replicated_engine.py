@@ -69,6 +69,7 @@ class ReplicatedEngine(WorkerEngine):
             raise
         self._describe(config, infos)
         for one in self.replicas:
+            self._follow(one)
             self._serve(one)
 
     def _start_all(self) -> list[ReplicaInfo]:
@@ -150,6 +151,7 @@ class ReplicatedEngine(WorkerEngine):
                 one.status = event.kind
             case "started":
                 check_alike(self._like, one.current.info)  # type: ignore[union-attr]
+                self._follow(one)
                 self._admit(event, one)
             case "ready":
                 self._admit(event, one)
@@ -183,6 +185,10 @@ class ReplicatedEngine(WorkerEngine):
         arguments = one, new, donor, self.stored, self.weight_version
         self._launcher.in_thread(self._launcher.bring_weights, *arguments)
 
+    def _follow(self, one: ReplicaState) -> None:
+        """Let a replica run, and hear what it reports."""
+        self._launcher.in_thread(self._launcher.follow, one, one.current)
+
     def _serve(self, one: ReplicaState) -> None:
         """Bring a replica that has the right weights into the state that all are in, and give it requests."""
         new = one.current
@@ -191,7 +197,6 @@ class ReplicatedEngine(WorkerEngine):
         one.stats = new.info.stats
         one.failed_starts = 0
         self._change_workers()
-        self._launcher.in_thread(self._launcher.follow, one, new)
         if not self.has_weights:
             new.post("release_memory", ("weights",))
             new.post("assume_version", self.weight_version, self.stored)
@@ -220,10 +225,13 @@ class ReplicatedEngine(WorkerEngine):
 
     def _lose(self, one: ReplicaState, error: Exception) -> None:
         """Start a replica again; its requests go on elsewhere."""
-        logger.error("%s is lost (%s); its %d requests go on elsewhere", one.name, error, len(one.requests))
         if one.current is not None:
             one.current.kill()
         one.current = None
+        if one.status != "serving":
+            self._not_started(one, error)
+            return
+        logger.error("%s is lost (%s); its %d requests go on elsewhere", one.name, error, len(one.requests))
         one.status = "starting"
         one.stats = None
         requests = one.requests
