@@ -32,13 +32,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from samebits import LLM, SamplingParams
+from samebits.cli.bench import WORKLOADS, measure
 from samebits.cluster.replicated_engine import ReplicatedEngine
 from samebits.engine import EngineConfig
 from samebits.engine.model_runner import ModelRunner
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
 from samebits.model.stage import split_by_size, stage_model
-from samebits.server.bench import WORKLOADS, measure
 
 from stage_times import decode_seconds
 

@@ -30,7 +30,6 @@ from .calls import WorkerHandle, gather, start, start_all
 from .link import PLANS, TOKENS, Link, Mail
 from .workers import LocalHandle, RemoteWorkers
 
-
 TRACED_STEPS = 10_000
 
 

@@ -16,12 +16,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
-from ..engine.weights import TensorSpec
+from ..engine.weights import DEFAULT_LABEL, TensorSpec
 from .async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-DEFAULT_LABEL = "default"
 
 
 class ConflictError(RuntimeError):

@@ -12,22 +12,13 @@ import torch
 from rich.console import Console
 
 from samebits import SamplingParams
-from samebits.correction import (
-    PRESETS,
-    Correction,
-    Diagnosis,
-    LogProbs,
-    Traces,
-    calibrate,
-    candidate_grid,
-    preset,
-    theory,
-)
-from samebits.correction.alignment import compare
-from samebits.correction.assess import CONTRIBUTION_EDGES
-from samebits.correction.calibrate import MARGIN
+from samebits.cli import mismatch, report
+from samebits.correction import PRESETS, Correction, Diagnosis, LogProbs, preset, theory
+from samebits.correction.calibration import Traces, calibrate, candidate_grid
+from samebits.correction.calibration.alignment import compare
+from samebits.correction.calibration.assess import CONTRIBUTION_EDGES
+from samebits.correction.calibration.calibrate import MARGIN
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
-from samebits.server import mismatch, report
 
 VOCAB, LENGTH, BATCH = 5, 32, 256
 

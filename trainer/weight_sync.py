@@ -1,7 +1,7 @@
 """The sender's side of `update_weights`, for engines that aren't in this process.
 
-In-process, `llm.update_weights(model)`; over HTTP and a process group, `samebits.server.Client.update_weights(model)`;
-through a file system, `save_weights(model, folder)` and then `update_weights(folder)` on either.
+In-process, `llm.update_weights(model)`; over HTTP and a process group, `update_weights` of a
+`samebits.integrations.Client`; through a file system, `save_weights(model, folder)` and then `update_weights(folder)` on either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine.weights import checksum, full_tensors
-from .checkpoint import publish, sync
+from .atomic import publish, sync
 from .fsdp import together
 
 FILE_BYTES = 2**30

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
+DEFAULT_LABEL = "default"  # what servers call the weights that they started with
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from samebits.server import Client
+from samebits.integrations import Client
 from samebits.trainer import exact_model
 
 import faults

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
 from ..engine.weights import (
     DEFAULT_GROUP_NAME,
+    DEFAULT_LABEL,
     TensorSpec,
     WeightGroup,
     check_contract,
@@ -22,7 +23,6 @@ from ..engine.weights import (
     specs_of,
 )
 from ..kernels.contract import Contract
-from .updates import DEFAULT_LABEL
 
 BUCKET_BYTES = 64 * 2**20
 

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine import LLM
-from ..engine.sampling_params import RequestOutputKind
-from ..kernels.contract import Contract, NumericsError
-from ..model.exact import contract_of, exact_model
+from ...engine import LLM
+from ...engine.sampling_params import RequestOutputKind
+from ...kernels.contract import Contract, NumericsError
+from ...model.exact import contract_of, exact_model
+from ..fsdp import init_process_group, shard, together
 from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
-from .fsdp import init_process_group, shard, together
 from .invariant import Comparison
 from .losses import advantages
 from .objective import Objective, Sums, completion_logprobs, report, total
