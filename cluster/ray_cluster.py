@@ -44,10 +44,11 @@ def connect(config: EngineConfig) -> None:
 
     def init_and_stay() -> None:  # a local cluster's processes end with the thread that started them
         try:
-            done.set_result(_init(config))
+            _init(config)
         except BaseException as error:
             done.set_exception(error)
         else:
+            done.set_result(None)
             threading.Event().wait()
 
     threading.Thread(target=init_and_stay, name="ray", daemon=True).start()

@@ -31,11 +31,11 @@ def main(old: str, new: str) -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     found = {}
     with LLM(old, replicas=2, backend="ray", kv_cache_memory_bytes=2**20, start_timeout=20.0) as llm:
-        core = llm.engine
+        engine = llm.engine
 
         def states() -> list[str]:
-            core.take_progress()
-            return sorted(h.state for h in core.handles)
+            engine.poll()
+            return sorted(one.status for one in engine.replicas)
 
         found["both"] = tokens(llm.generate(prompts, params, False)) == expected[0]
         ids = [llm.add_request(p, params) for p in prompts]
@@ -51,22 +51,23 @@ def main(old: str, new: str) -> None:
         found["version"] = llm.update_weights(exact_model(new))
         found["update waits"] = time.monotonic() - start
         found["world size"] = llm.world_size
-        core.config = dataclasses.replace(core.config, start_timeout=1.0)
+        config = engine._launcher.config
+        engine._launcher.config = dataclasses.replace(config, start_timeout=1.0)
         deadline = time.monotonic() + 25 + 8  # the attempt under way, and as many as may fail in a row
         while time.monotonic() < deadline:
             found["still"] = states()
             time.sleep(0.1)
-        core.config = dataclasses.replace(core.config, start_timeout=60.0)
+        engine._launcher.config = dataclasses.replace(config, start_timeout=60.0)
         update = llm.begin_weight_update()
         cluster.add_node(num_cpus=1)
         update.load(exact_model(old))
-        wait_for(lambda: states() == ["serving", "starting"] and core._newcomers)
+        wait_for(lambda: states() == ["serving", "starting"] and engine._newcomers)
         found["through"] = llm.commit_weight_update(update)
         wait_for(lambda: states() == ["serving", "serving"])
         found["again"] = tokens(llm.generate(prompts, params, False)) == expected[0]
-        before = [h.stats.generation_tokens if h.stats else 0 for h in core.handles]
+        before = [one.stats.generation_tokens for one in engine.replicas]
         llm.generate([[900 + i] for i in range(6)], params, False)  # which neither knows
-        found["shares"] = [h.stats.generation_tokens - b for h, b in zip(core.handles, before, strict=True)]
+        found["shares"] = [one.stats.generation_tokens - b for one, b in zip(engine.replicas, before, strict=True)]
     ray.shutdown()
     cluster.shutdown()
     print(json.dumps(found))

@@ -77,6 +77,7 @@ class Serving:
         self.http.close()
         self.server.should_exit = True
         self.thread.join(30)
+        self.llm.close()
         assert not self.thread.is_alive(), "the server did not stop"
 
     def post(self, path: str, body=None, **options) -> httpx.Response:

@@ -78,4 +78,3 @@ def test_a_server_of_two_stages_says_when_one_is_dead(paths, expected):
         assert codes <= {500, 503} and 503 in codes
         health = server.http.get("/health")
         assert health.status_code == 503 and "stage" in health.text
-    server.llm.close()
