@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.config import EngineConfig
+from .options import takes
 from .train import train
 
 app = typer.Typer(
@@ -108,31 +110,21 @@ def chat(
 
 
 @app.command()
+@takes(EngineConfig, max_num_batched_tokens=256)  # small chunks let streams go on while a long prompt is computed
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    dtype: DType = "float32",
-    device: Device = "cpu",
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
     admin_key: Annotated[
         str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key for control routes, which are local without.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and completion.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that a step may run.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that a step may compute.")] = 256,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache.")] = None,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", help="Stages of a replica.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines behind this address.")] = 1,
-    backend: Annotated[str, typer.Option(help="Of stages and replicas: mp (this machine) or ray (a cluster).")] = "mp",
-    balance: Annotated[bool, typer.Option("--balance", help="Cut stages by measured time, not by size.")] = False,
-    worker_timeout: Annotated[float, typer.Option(help="Seconds until a silent stage or replica is dead.")] = 60.0,
-    start_timeout: Annotated[float, typer.Option(help="Seconds in which a stage or replica must have loaded.")] = 300.0,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Take weights as pickled tensors.")] = False,
+    **settings,
 ) -> None:
     """Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
     import logging
@@ -146,22 +138,7 @@ def serve(
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
-        llm = loader.submit(
-            LLM,
-            model,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            pipeline_parallel_size=pp,
-            replicas=replicas,
-            backend=backend,
-            balance=balance,
-            worker_timeout=worker_timeout,
-            start_timeout=start_timeout,
-        ).result()
+        llm = loader.submit(LLM, model, **settings).result()
     guard = Guard(api_key, admin_key)
     options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
     try:

@@ -2,30 +2,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`.
+    """Engine settings, by vLLM's names. Only `dtype`, `device`, `linear_route` and `exact` change a bit of a result.
 
-    dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's limit).
-    max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute, the chunk size
-    (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
-    kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
-    divided among the workers of a machine, or less if less can be used.
-    gpu_memory_utilization: share of a GPU's memory that weights, KV and a step may take together. enforce_eager: no
-    CUDA graphs. async_scheduling: prepare a step while the one before it runs, without waiting for its tokens (None: on
-    a GPU, where the model is in one stage). enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token
-    ids only.
-    linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
-
-    pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
-    backend: "mp" (stages are children of this process), "ray" (replicas and stages are actors of a Ray cluster, a local
-    one where there is no other), "inproc" (stages in this process, for tests); None: "ray" for replicas, else "mp".
-    batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how many layers each stage
-    has (None: by their size).
-    worker_timeout: seconds until a worker that doesn't answer counts as dead; start_timeout: until it must have loaded.
+    Attributes:
+        dtype: float32, bfloat16 or float16.
+        device: Where the model runs, such as cpu or cuda (unset: cpu).
+        max_model_len: Most tokens of prompt and completion (unset: the model's limit).
+        max_num_seqs: Sequences that a step may run.
+        max_num_batched_tokens: Tokens that a step may compute, the chunk size (unset: 2048, or 256 in a pipeline, whose
+            later stages wait for the first chunk).
+        kv_cache_memory_bytes: Size of the KV pool in each stage and replica (unset: a quarter of the free memory,
+            divided among the workers of a machine, or less if less can be used).
+        gpu_memory_utilization: Share of a GPU's memory that weights, KV and a step may take together.
+        enforce_eager: Use no CUDA graphs.
+        async_scheduling: Prepare a step while the one before it runs, without waiting for its tokens (unset: on a GPU,
+            where the model is in one stage).
+        enable_prefix_caching: Reuse KV across requests.
+        skip_tokenizer_init: Take and give token ids only.
+        linear_route: How linear layers multiply; see `samebits.model.exact_model`.
+        exact: Keep the promise; without, torch's own ops run, as a control.
+        pipeline_parallel_size: Stages of a replica, each with a slice of the layers and a process.
+        replicas: Engines behind one queue.
+        backend: mp (stages are children of this process), ray (replicas and stages are actors of a Ray cluster, a local
+            one where there is no other) or inproc (stages in this process); unset: ray for replicas, else mp.
+        batches_in_flight: Steps under way in a pipeline (unset: as many as stages).
+        stage_layers: Layers of each stage, such as 17,13 (unset: by their size).
+        worker_timeout: Seconds until a worker that doesn't answer counts as dead.
+        start_timeout: Seconds in which a worker must have loaded the model.
     """
 
     dtype: str = "float32"
@@ -68,7 +74,7 @@ class EngineConfig:
     def overlaps(self) -> bool:
         """Is a step prepared while the one before it runs?"""
         if self.async_scheduling is None:
-            return torch.device(self.device or "cpu").type == "cuda" and self._one_batch
+            return (self.device or "cpu").startswith("cuda") and self._one_batch
         return self.async_scheduling
 
     @property

@@ -1,5 +1,6 @@
 """The command line and the examples, run as a user runs them."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,11 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from samebits.cli.main import app
+from samebits.cli.options import help_of
+from samebits.engine.config import EngineConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -196,3 +202,31 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatc
         done = samebits(*command, "--device", "cuda")
         assert done.returncode == 2
         assert "torch sees no NVIDIA GPU" in done.stderr.replace("\n", " ")
+
+
+def test_serve_can_set_everything_that_an_engine_has():
+    help_text = run_help("serve")
+    for field in dataclasses.fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in help_text
+    assert set(help_of(EngineConfig)) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def run_help(command: str) -> str:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400"})
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_options_of_a_config_reach_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("samebits.engine.llm.LLM.__init__", lambda self, model, **settings: seen.update(settings))
+    monkeypatch.setattr("samebits.server.serve.serve", lambda *args, **options: None)
+    monkeypatch.setattr("samebits.engine.llm.LLM.close", lambda self: None)
+    options = ["--pp", "2", "--stage-layers", "17,13", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5"]
+    done = CliRunner().invoke(app, ["serve", "somewhere", *options, "--max-num-seqs", "7"])
+    assert done.exit_code == 0, done.output
+    config = EngineConfig(**seen)
+    assert (config.pipeline_parallel_size, config.stage_layers) == (2, (17, 13))
+    assert (config.enable_prefix_caching, config.gpu_memory_utilization, config.max_num_seqs) == (False, 0.5, 7)
+    assert EngineConfig(**{**seen, "stage_layers": None, "pipeline_parallel_size": 1}).max_num_batched_tokens == 256
+    assert CliRunner().invoke(app, ["serve", "somewhere", "--pp", "2", "--stage-layers", "many"]).exit_code == 2

@@ -1,7 +1,7 @@
 """The sender's side of `update_weights`, for engines that aren't in this process.
 
 In-process, `llm.update_weights(model)`; over HTTP and a process group, `update_weights` of a
-`samebits.integrations.Client`; through a file system, `save_weights(model, folder)` and then `update_weights(folder)` on either.
+`samebits.integrations.Client`; through a file system, `save_weights(model, folder)`, then `update_weights(folder)`.
 """
 
 from __future__ import annotations
