@@ -2,8 +2,8 @@ import pytest
 
 from samebits import LLM
 
-from cluster_runs import SMALL, bits, generate
-from models import make_checkpoint
+from helpers.cluster_runs import SMALL, bits, generate
+from helpers.models import make_checkpoint
 
 
 @pytest.fixture(scope="session")

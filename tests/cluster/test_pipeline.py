@@ -10,9 +10,9 @@ from samebits import LLM
 from samebits.engine import WorkerError
 from samebits.trainer import exact_model
 
-import faults
-from cluster_runs import PARAMS, PROMPTS, SMALL, generate, run_and
-from models import make_checkpoint
+from helpers import faults
+from helpers.cluster_runs import PARAMS, PROMPTS, SMALL, generate, run_and
+from helpers.models import make_checkpoint
 
 
 def test_a_dead_stage_is_an_error_that_says_so(paths):

@@ -14,7 +14,7 @@ from samebits import LLM
 from samebits.cluster import ray_cluster as placing
 from samebits.engine import EngineConfig, WorkerError
 
-from cluster_runs import SMALL
+from helpers.cluster_runs import SMALL
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypa
 @pytest.mark.slow
 def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
     """Its replica waits for room, as long as it takes; meanwhile the other one works, and updates wait for none."""
-    command = [sys.executable, pathlib.Path(__file__).parent.parent / "ray_nodes.py", *map(str, paths)]
+    command = [sys.executable, pathlib.Path(__file__).parents[1] / "helpers" / "ray_nodes.py", *map(str, paths)]
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # or every `ray.init` here would look for this cluster
         environment = os.environ | {"RAY_TMPDIR": folder}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -14,9 +14,9 @@ from samebits import LLM, SamplingParams
 from samebits.engine import WorkerError
 from samebits.trainer import exact_model
 
-import faults
-from cluster_runs import PROMPTS, SMALL, bits, generate, run_and
-from serving import wait_for
+from helpers import faults
+from helpers.cluster_runs import PROMPTS, SMALL, bits, generate, run_and
+from helpers.serving import wait_for
 
 
 def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expected):

@@ -11,9 +11,9 @@ from samebits.engine import WeightUpdateError, WorkerError
 from samebits.engine.weights import TransferError
 from samebits.trainer import exact_model, token_logprobs
 
-import faults
-from cluster_runs import PARAMS, PROMPTS, SMALL, bits, generate, run_and
-from serving import wait_for
+from helpers import faults
+from helpers.cluster_runs import PARAMS, PROMPTS, SMALL, bits, generate, run_and
+from helpers.serving import wait_for
 
 
 @pytest.mark.parametrize("source", ["module", "tensors", "directory"])

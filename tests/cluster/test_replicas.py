@@ -12,9 +12,9 @@ from samebits.cluster import replica
 from samebits.engine import EngineConfig, RequestOutputKind
 from samebits.trainer import exact_model, token_logprobs
 
-import faults
-from cluster_runs import PARAMS, PROMPTS, SMALL, bits, generate
-from serving import wait_for
+from helpers import faults
+from helpers.cluster_runs import PARAMS, PROMPTS, SMALL, bits, generate
+from helpers.serving import wait_for
 
 
 def test_replicas_share_the_work_and_change_no_bit(pair, paths, expected):

@@ -6,9 +6,9 @@ import time
 from samebits.integrations import Client
 from samebits.trainer import exact_model
 
-import faults
-from cluster_runs import PARAMS, PROMPTS, SMALL, bits
-from serving import Serving, in_background, wait_for
+from helpers import faults
+from helpers.cluster_runs import PARAMS, PROMPTS, SMALL, bits
+from helpers.serving import Serving, in_background, wait_for
 
 
 def test_a_server_of_replicas_hides_the_death_of_one(paths, expected, ray_cluster):

@@ -14,7 +14,7 @@ from samebits.trainer import exact_model, token_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 
-SCRIPT = pathlib.Path(__file__).with_name("fsdp_score.py")
+SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "fsdp_score.py"
 
 
 def torchrun(world: int, job: dict, folder: pathlib.Path) -> dict:

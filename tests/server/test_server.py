@@ -17,7 +17,7 @@ from samebits import LLM, SamplingParams
 from samebits.server import async_engine
 from samebits.trainer import exact_model, token_logprobs
 
-from serving import Serving, in_background, served_checkpoint, wait_for
+from helpers.serving import Serving, in_background, served_checkpoint, wait_for
 
 PROMPT = [17, 900, 3, 44]
 SETTINGS = {

@@ -11,7 +11,7 @@ import pytest
 
 from samebits.model.stage import shift_layer, split_by_size, split_layers
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_split_is_as_good_as_the_best_of_all():

@@ -9,7 +9,7 @@ from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.engine import RequestOutputKind
 from samebits.trainer import exact_model, token_logprobs
 
-from models import make_checkpoint
+from helpers.models import make_checkpoint
 
 PROMPT = [17, 900, 3, 44]
 

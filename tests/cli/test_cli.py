@@ -15,7 +15,7 @@ from samebits.cli.main import app
 from samebits.cli.options import help_of
 from samebits.engine.config import EngineConfig
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(*command, **kwargs):

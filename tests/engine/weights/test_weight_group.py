@@ -10,8 +10,8 @@ import torch
 
 from samebits.engine.weights import WHOLE, TensorSpec, TransferError, WeightGroup, parse_specs, specs_of
 
-import transfer_peer
-from transfer_peer import tensors
+from helpers import transfer_peer
+from helpers.transfer_peer import tensors
 
 
 def free_port() -> int:

@@ -14,9 +14,9 @@ from samebits.trainer import exact_model
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
 from samebits.trainer.rl.tiny import make_tiny_model
 
-from serving import Serving
+from helpers.serving import Serving
 
-SCRIPT = pathlib.Path(__file__).with_name("fsdp_train.py")
+SCRIPT = pathlib.Path(__file__).parents[2] / "helpers" / "fsdp_train.py"
 
 
 @pytest.fixture(scope="module")

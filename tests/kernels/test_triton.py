@@ -30,8 +30,8 @@ from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
 from samebits.trainer import exact_model, token_logprobs
 
-from interpreter import interpreted  # first: it makes Triton interpret
-from test_schedules import check_results, random_requests, run_schedule
+from helpers.interpreter import interpreted  # first: it makes Triton interpret
+from helpers.schedules import check_results, random_requests, run_schedule
 
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -420,7 +420,7 @@ def test_gradients_are_the_cpus(checkpoint):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile(capability, tmp_path):
     """For Ampere, Hopper and Blackwell, without one of them."""
-    script = pathlib.Path(__file__).with_name("compile_kernels.py")
+    script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(

@@ -21,8 +21,8 @@ from samebits.engine.weights import WHOLE, TransferError, WeightGroup, specs_of
 from samebits.integrations import Client, ServerError
 from samebits.trainer import exact_model, token_logprobs
 
-from models import make_checkpoint
-from serving import Serving, free_port, in_background, served_checkpoint, wait_for
+from helpers.models import make_checkpoint
+from helpers.serving import Serving, free_port, in_background, served_checkpoint, wait_for
 
 PROMPT = [17, 900, 3, 44]
 PARAMS = SamplingParams(n=2, max_tokens=9, seed=1, logprobs=0)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import gpu
-from interpreter import interpreted
+from helpers.interpreter import interpreted
 
 FOLDER = pathlib.Path(gpu.__file__).parent
 

@@ -17,7 +17,7 @@ import torch
 
 from samebits import LLM, SamplingParams
 
-from serving import Serving, free_port, served_checkpoint, wait_for
+from helpers.serving import Serving, free_port, served_checkpoint, wait_for
 
 pytestmark = pytest.mark.slow
 PROMPT = [17, 900, 3, 44]
