@@ -3,7 +3,7 @@
 Stands alone: torch is all it imports. `correction.calibration` finds out which correction an engine needs.
 """
 
-from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
+from .actions import PRESETS, Corrected, Correction, Gate, Weight, preset
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .metrics import correction_metrics, summarize
@@ -25,7 +25,6 @@ __all__ = [
     "correction_metrics",
     "coverage",
     "effective_coefficients",
-    "opsm_decomposition",
     "policy_loss",
     "preset",
     "prune_logits",

@@ -94,10 +94,6 @@ class Diagnosis:
         self.largest = dict(zip(_VIEWS, largest.clone().split([len(b) for b in _VIEWS.values()]), strict=True))
         self.sums = dict(zip(self.sums, totals.tolist(), strict=True))
 
-    def merge(self, other: Diagnosis) -> None:
-        (ours, our_top), (theirs, their_top) = self.state(), other.state()
-        self.load(ours + theirs, torch.maximum(our_top, their_top))
-
     def all_reduce(self, reduce: Callable[[Tensor, str], Tensor]) -> None:
         """reduce(tensor, "sum" | "max") over ranks."""
         sums, largest = self.state()

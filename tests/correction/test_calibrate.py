@@ -368,15 +368,10 @@ def test_diagnosis_in_parts_merged_or_reduced_is_that_of_the_whole():
     right.add(second)
     states = [left.state(), right.state()]
     right.all_reduce(lambda t, op: states[0][op == "max"] + t if op == "sum" else torch.maximum(states[0][1], t))
-    left.merge(states_to_diagnosis(states[1]))
+    (ours, our_top), (theirs, their_top) = states
+    left.load(ours + theirs, torch.maximum(our_top, their_top))
     for got in (left.summary(), right.summary()):
         assert json.dumps(rounded(got)) == json.dumps(rounded(whole.summary()))
-
-
-def states_to_diagnosis(state):
-    diagnosis = Diagnosis()
-    diagnosis.load(*state)
-    return diagnosis
 
 
 def rounded(value):
