@@ -126,10 +126,10 @@ def fail_alone(config: TrainConfig, out_file: str) -> None:
     os.fsync = fsync
     attempt(trainer.step)
     if trainer.rank == 0:
-        trainer.llm.begin_weight_update = lambda: 1 / 0
+        trainer.llm.engine.begin_weight_update = lambda: 1 / 0
     attempt(trainer.sync)
     versions = [trainer.llm.weight_version]
-    trainer.llm.__dict__.pop("begin_weight_update", None)
+    trainer.llm.engine.__dict__.pop("begin_weight_update", None)
     attempt(trainer.load)
     versions.append(trainer.llm.weight_version)
     attempt(trainer.step)
