@@ -212,14 +212,14 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
     params = ops.RowParams.repeat(24)
     params.top_k[4:8], params.top_p[6:12], params.min_p[10:14], params.temperature[3:20] = 50, 0.9, 0.05, 0.7
     counters = np.arange(24, dtype=np.uint64), np.arange(24), np.arange(24)
-    tokens = torch.full((24,), -1, device=device)
-    fields, _ = ops.distribution(logits, params, tokens, *counters)
-    report["hashes"]["distribution"] = digest([fields, tokens])
+    drawn = ops.sample(logits, params, torch.full((24,), -1, device=device), *counters)
+    report["hashes"]["sample"] = digest([torch.stack(drawn.scores, 1), drawn.tokens])
     for row in range(24):
-        again = torch.full((1,), -1, device=device)
         part = slice(row, row + 1)
-        alone, _ = ops.distribution(logits[part], params[part], again, *(c[part] for c in counters))
-        expect(f"distribution row {row}", torch.cat((alone[0], again)), torch.cat((fields[row], tokens[part])))
+        target = torch.full((1,), -1, device=device)
+        alone = ops.sample(logits[part], params[part], target, *(c[part] for c in counters))
+        for ours, theirs in zip((alone.tokens, *alone.scores), (drawn.tokens, *drawn.scores), strict=True):
+            expect(f"sample row {row}", ours, theirs[part])
     return report
 
 

@@ -279,9 +279,7 @@ class ModelRunner:
             head = model.get_output_embeddings()
             if head is not None:
                 logits = head(out.last_hidden_state[0, :LOGIT_ROWS])
-                ops.distribution(
-                    logits, ops.RowParams.repeat(len(logits)), torch.zeros(len(logits), dtype=torch.long, device=device)
-                )
+                ops.sample(logits, ops.RowParams.repeat(len(logits)), torch.full((len(logits),), -1, device=device))
         peak = torch.cuda.max_memory_allocated(device) - before
         del out, first, layout
         torch.cuda.empty_cache()
@@ -293,24 +291,25 @@ class ModelRunner:
         index, device = plan.index[part] - first_row, logits.device
         if not np.array_equal(index, np.arange(logits.shape[0])):
             logits = logits[ops.to_device(index, device)]
-        params, tokens = plan.params[part], ops.to_device(plan.targets[part].copy(), device)
+        params = plan.params[part]
+        targets = ops.to_device(plan.targets[part].copy(), device)
         counters = plan.seeds[part], plan.sample_indices[part], plan.positions[part]
-        fields, thresholds = ops.distribution(logits, params, tokens, *counters)
-        columns = [tokens.double(), fields[:, 0].float().double()]
+        tokens, scores, thresholds = ops.sample(logits, params, targets, *counters)
+        columns = [tokens.double(), scores.logprob.float().double()]
         ranked = max(plan.top) >= 0
         if any(plan.raw) or ranked:
             columns.append(torch.zeros_like(columns[1]))
         if any(plan.raw[part]):
             wanted = ops.to_device(np.flatnonzero(plan.raw[part]), device)
-            plain, _ = ops.distribution(logits[wanted], ops.RowParams.repeat(len(wanted)), tokens[wanted])
-            columns[2].index_copy_(0, wanted, plain[:, 0].float().double())
+            plain = ops.sample(logits[wanted], ops.RowParams.repeat(len(wanted)), tokens[wanted]).scores
+            columns[2].index_copy_(0, wanted, plain.logprob.float().double())
         for i, count in enumerate(plan.top[part]):
             if count >= 0 and params.banned[i]:
                 logits[i].index_fill_(0, ops.to_device(np.array(params.banned[i], np.int64), device), -torch.inf)
             if count > 0:
                 # by a tensor: by a number, CUDA multiplies with its reciprocal
                 logp = logits[i] / logits.new_full((), params.temperature[i] or 1.0)
-                logp = torch.where(logp >= thresholds[i], (logp.double() - fields[i, 2]).float(), -torch.inf)
+                logp = torch.where(logp >= thresholds[i], (logp.double() - scores.logsumexp[i]).float(), -torch.inf)
                 values, ids = logp.topk(min(count, logp.numel()))
                 best[part.start + i] = ids, values
         if ranked:

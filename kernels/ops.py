@@ -335,44 +335,71 @@ class RowParams:
         )
 
 
-def distribution(
-    logits: Tensor, params: RowParams, tokens: Tensor | np.ndarray, seeds=None, samples=None, positions=None
-):
-    """(fields f64 [R, 4]: log-prob, entropy, log-sum-exp, argmax; thresholds fp32 [R]) of fp32 logits [R, V].
+class Scores(NamedTuple):
+    """What a token and its distribution are like, f64 [R] each, in nats. argmax: the most likely token's id.
 
-    tokens int64 [R], a tensor beside the logits (or an array, on a CPU): the token to score, or -1 to draw one
-    (written in place) from the counter-based generator at (seeds u64, samples i64, positions i64).
+    All are NaN where a row's logits aren't finite.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+
+
+class Sampled(NamedTuple):
+    """Tokens int64 [R], their scores, and thresholds fp32 [R]: a lower tempered logit is outside the distribution."""
+
+    tokens: Tensor
+    scores: Scores
+    thresholds: Tensor
+
+
+def sample(
+    logits: Tensor,
+    params: RowParams,
+    targets: Tensor | np.ndarray,
+    seeds: np.ndarray | None = None,
+    samples: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
+) -> Sampled:
+    """Sample or score a token of each row of fp32 logits [R, V].
+
+    targets int64 [R]: the token to score, or -1 to draw one from the counter-based generator at (seeds u64, samples
+    i64, positions i64), [R] each.
     """
     rows = logits.shape[0]
     seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
     settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
-    tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
-    return backend(logits.device).distribution(logits, *settings, tokens, seeds, samples, positions)
+    tokens = torch.from_numpy(targets.copy()) if isinstance(targets, np.ndarray) else targets.clone()
+    scores, thresholds = backend(logits.device).sample(logits, *settings, tokens, seeds, samples, positions)
+    return Sampled(tokens, Scores(*scores.unbind(1)), thresholds)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, params, chunk, route):
-        fields, thresholds = [], []
+        parts = []
         for start in range(0, hidden.shape[0], chunk) or (0,):
             rows = slice(start, start + chunk)
             logits = _product(hidden[rows], weight, bias, route)
-            part, edge = distribution(logits, params[rows], targets[rows].clone())
-            fields.append(part)
-            thresholds.append(edge)
-        result, edges = torch.cat(fields), torch.cat(thresholds)
-        ctx.save_for_backward(hidden, weight, bias, targets, result, edges)
+            parts.append(sample(logits, params[rows], targets[rows]))
+        logprob, entropy, logsumexp, best = (
+            torch.cat(column) for column in zip(*(p.scores for p in parts), strict=True)
+        )
+        thresholds = torch.cat([p.thresholds for p in parts])
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy.float(), logsumexp.float(), thresholds)
         ctx.params, ctx.chunk, ctx.route = params, chunk, route
-        best = result[:, 3].long()
+        best = best.long()
         ctx.mark_non_differentiable(best)
-        return result[:, 0].float(), result[:, 1].float(), best
+        return logprob.float(), entropy.float(), best
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy, _):
-        hidden, weight, bias, targets, fields, edges = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, logsumexps, thresholds = ctx.saved_tensors
         hidden, weight = hidden.detach(), weight.detach()
         kernels = backend(hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
@@ -387,11 +414,11 @@ class _TokenLogprobs(torch.autograd.Function):
             for row, ids in enumerate(params.banned):
                 if ids:
                     z[row, ids] = -math.inf
-            outside = (z >= edges[rows, None]).logical_not_()
-            logp = z.sub_(fields[rows, 2, None].float())
+            outside = (z >= thresholds[rows, None]).logical_not_()
+            logp = z.sub_(logsumexps[rows, None])
             outside |= logp == -math.inf
             p = logp.exp().masked_fill_(outside, 0.0)
-            entropy = fields[rows, 1, None].float()
+            entropy = entropies[rows, None]
             up, here = grad_logprob[rows, None], targets[rows, None]
             up = torch.where(outside.gather(1, here), 0.0, up)  # a token outside the distribution has no gradient
             grad = logp.masked_fill_(outside, 0.0).add_(entropy).mul_(grad_entropy[rows, None]).add_(up).mul_(p).neg_()

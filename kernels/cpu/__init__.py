@@ -21,7 +21,7 @@ from .elementwise import (
 )
 from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, packed_rows
-from .sampling import distribution
+from .sampling import sample
 
 GRAPHS = False  # can a step be recorded and replayed?
 LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
@@ -62,7 +62,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: write_kv(kv, kv, layout, *cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
-        lambda: distribution(x, *row, *draw),  # type: ignore[call-arg]
+        lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
     )
     for call in tqdm(calls, desc="Compiling kernels (once a machine)", unit="kernel", delay=2):
         call()
@@ -77,7 +77,6 @@ __all__ = [
     "attention",
     "attention_backward",
     "check",
-    "distribution",
     "gated_activation",
     "gated_activation_backward",
     "gradient_product",
@@ -91,6 +90,7 @@ __all__ = [
     "rms_norm_backward",
     "rotary",
     "rotary_tables",
+    "sample",
     "storage",
     "trees",
     "warm_up",

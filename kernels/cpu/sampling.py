@@ -152,7 +152,7 @@ def _draw(weights, z, threshold, u, total, lanes):
 
 
 @parallel
-def _distribution(
+def _sample(
     logits,
     temperature,
     top_k,
@@ -216,7 +216,7 @@ def _distribution(
         thresholds[i] = threshold
 
 
-def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
+def sample(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
     """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V].
 
     Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
@@ -230,7 +230,7 @@ def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds
     flat = np.array([t for b in banned for t in b], np.int64)
     rows = logits.shape[0]
     fields, thresholds = logits.new_empty(rows, 4, dtype=torch.float64), logits.new_empty(rows)
-    _distribution(
+    _sample(
         logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens.numpy(), seeds, samples,
         positions, fields.numpy(), thresholds.numpy(),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from .elementwise import (
 )
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
-from .sampling import distribution
+from .sampling import sample
 
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
@@ -132,7 +132,6 @@ __all__ = [
     "attention",
     "attention_backward",
     "check",
-    "distribution",
     "gated_activation",
     "gated_activation_backward",
     "gradient_product",
@@ -146,6 +145,7 @@ __all__ = [
     "rms_norm_backward",
     "rotary",
     "rotary_tables",
+    "sample",
     "storage",
     "tile_tokens",
     "trees",

@@ -259,7 +259,7 @@ def _finish(
     tl.store(fields + 4 * row + 3, best + wrong)
 
 
-def distribution(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
+def sample(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
     """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V], on their device.
 
     Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a

@@ -140,7 +140,7 @@ def catch_all(capability: int) -> None:
     one, none = torch.ones(4).double().numpy(), torch.zeros(4).long().numpy()
     for rows in (1, 4):
         now = one[:rows], none[:rows], one[:rows], one[:rows], [[]] * rows, torch.zeros(rows, dtype=torch.long)
-        sampling.distribution(torch.empty(rows, 151936), *now, *[none[:rows]] * 3)
+        sampling.sample(torch.empty(rows, 151936), *now, *[none[:rows]] * 3)
 
 
 def main() -> None:

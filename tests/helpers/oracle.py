@@ -22,11 +22,10 @@ def oracle(model, prompt: list[int], params, eos: tuple[int, ...] = ()) -> list[
             row = ops.RowParams.repeat(1, params.temperature, params.top_k, params.top_p, params.min_p)
             if len(logprobs) < params.min_tokens:
                 row.banned = [[*(() if params.ignore_eos else eos), *params.stop_token_ids]]
-            token = torch.tensor([-1], device=current.device)
             counters = np.array([params.seed], np.uint64), np.array([sample]), np.array([len(tokens)])
-            fields, _ = ops.distribution(logits, row, token, *counters)
-            tokens.append(int(token[0]))
-            logprobs.append(float(fields[0, 0].float()))
+            drawn = ops.sample(logits, row, torch.tensor([-1], device=current.device), *counters)
+            tokens.append(int(drawn.tokens[0]))
+            logprobs.append(float(drawn.scores.logprob[0].float()))
             if (tokens[-1] in eos and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
                 break
         results.append((tokens[len(prompt) :], logprobs))

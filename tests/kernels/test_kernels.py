@@ -252,8 +252,7 @@ def test_token_logprobs_forward_and_backward_in_any_chunks(setting):
     hidden, weight = torch.randn(50, 20), torch.randn(1001, 20)
     params = ops.RowParams.repeat(50, **setting)
     with torch.no_grad():
-        fields, edges = ops.distribution(ops.linear(hidden, weight), params, tokens := np.full(50, -1))
-    targets = torch.from_numpy(tokens)
+        targets, scores, edges = ops.sample(ops.linear(hidden, weight), params, np.full(50, -1))
 
     def ours(h, w, chunk=16):
         return torch.stack(ops.token_logprobs(h, w, None, targets, params, chunk)[:2])
@@ -265,7 +264,7 @@ def test_token_logprobs_forward_and_backward_in_any_chunks(setting):
         return torch.stack([logp[range(50), targets], entropy])
 
     out = ours(hidden, weight)
-    assert torch.equal(out[0], fields[:, 0].float())
+    assert torch.equal(out[0], scores.logprob.float())
     assert torch.equal(out, ours(hidden, weight, 7))
     assert (out - reference(hidden.double(), weight.double())).abs().max() < 1e-5
     upstream = torch.randn(2, 50)
@@ -378,12 +377,12 @@ def test_top_k_beyond_the_tokens_that_are_not_banned_keeps_all_of_them():
     logits = torch.randn(1, 1001)
     params = ops.RowParams.repeat(1, top_k=1000)
     params.banned = [[3, 4]]
-    fields, _ = ops.distribution(logits, params, np.array([7]))
+    scores = ops.sample(logits, params, np.array([7])).scores
     kept = torch.ones(1001, dtype=torch.bool)
     kept[[3, 4]] = False
     exact = logits.double()[0].masked_fill(~kept, -torch.inf).log_softmax(-1)
-    assert abs(fields[0, 0] - exact[7]) < 1e-6
-    assert fields.isfinite().all()
+    assert abs(scores.logprob[0] - exact[7]) < 1e-6
+    assert torch.stack(scores).isfinite().all()
 
 
 def test_a_second_derivative_is_refused_and_not_wrong():

@@ -38,14 +38,12 @@ def row_params(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def draw(row, count, seeds=0, samples=0, positions=0, banned=(), **setting):
     """`count` draws from one row of logits -> tokens [count]; a counter is a number or one per draw."""
-    tokens = np.full(count, -1)
     params = row_params(count, **setting)
     params.banned = [list(banned)] * count
     counters = [
         np.broadcast_to(np.asarray(c, t), count).copy() for c, t in ((seeds, "u8"), (samples, "i8"), (positions, "i8"))
     ]
-    ops.distribution(row.repeat(count, 1), params, tokens, *counters)
-    return tokens
+    return ops.sample(row.repeat(count, 1), params, np.full(count, -1), *counters).tokens.numpy()
 
 
 def score(row, banned=(), **setting):
@@ -53,8 +51,8 @@ def score(row, banned=(), **setting):
     vocab = len(row)
     params = row_params(vocab, **setting)
     params.banned = [list(banned)] * vocab
-    fields, thresholds = ops.distribution(row.repeat(vocab, 1), params, np.arange(vocab))
-    return fields[:, 0], float(thresholds[0])
+    _, scores, thresholds = ops.sample(row.repeat(vocab, 1), params, np.arange(vocab))
+    return scores.logprob, float(thresholds[0])
 
 
 def reference(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -137,9 +135,9 @@ def test_reported_logprobs_are_those_of_the_distribution_drawn_from(setting):
 def test_the_reported_entropy_is_that_of_the_distribution():
     for setting in FILTERS:
         row = logits_row(5)
-        fields, _ = ops.distribution(row[None], row_params(1, **setting), np.array([0]))
+        scores = ops.sample(row[None], row_params(1, **setting), np.array([0])).scores
         p = reference(row, **setting)
-        assert abs(float(fields[0, 1]) + float(torch.xlogy(p, p).sum())) < 1e-6
+        assert abs(float(scores.entropy[0]) + float(torch.xlogy(p, p).sum())) < 1e-6
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -352,9 +350,9 @@ def test_a_banned_token_makes_room_for_the_next_one(setting):
 def test_a_logit_that_is_not_finite_is_reported_as_nan(setting, at, bad):
     rows = logits_row(10).repeat(2, 1)
     rows[1, at] = bad
-    fields, _ = ops.distribution(rows, row_params(2, **setting), np.array([-1, -1]))
-    assert fields[0].isfinite().all()
-    assert fields[1].isnan().any()
+    scores = torch.stack(ops.sample(rows, row_params(2, **setting), np.array([-1, -1])).scores)
+    assert scores[:, 0].isfinite().all()
+    assert scores[:, 1].isnan().any()
 
 
 # --- neighbours -------------------------------------------------------------------------------------------------------
@@ -379,10 +377,9 @@ def test_a_row_of_the_kernel_never_depends_on_its_neighbours(threads):
             *(np.concatenate([getattr(p, name) for p in each]) for name in ("temperature", "top_k", "top_p", "min_p")),
             [banned[i] for i in index],
         )
-        tokens = np.full(len(index), -1)
         counters = seeds[index], samples[index], positions[index]
-        fields, thresholds = ops.distribution(logits[index], params, tokens, *counters)
-        return tokens, fields, thresholds
+        tokens, scores, thresholds = ops.sample(logits[index], params, np.full(len(index), -1), *counters)
+        return tokens, torch.stack(scores, 1), thresholds
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -292,7 +292,7 @@ def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
     tokens[0][10] = tokens[1][10] = 77
     for backend, chosen in zip((kernels, cpu), tokens, strict=True):
         settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
-        drawn.append(backend.distribution(logits.clone(), *settings, chosen, *counters))
+        drawn.append(backend.sample(logits.clone(), *settings, chosen, *counters))
     (fields, edges), (expected, expected_edges) = drawn
     sound = torch.arange(rows) != 3
     assert torch.equal(tokens[0][sound], tokens[1][sound])
@@ -340,7 +340,7 @@ def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
 def edge_of(row, top_k=0, top_p=1.0) -> float:
     now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
     counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    return float(kernels.distribution(row[None], *now, [[]], torch.tensor([0]), *counters)[1])
+    return float(kernels.sample(row[None], *now, [[]], torch.tensor([0]), *counters)[1])
 
 
 @pytest.mark.parametrize(
