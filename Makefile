@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := kernels model scheduler engine trainer correction integrations server
+PACKAGES := kernels model scheduler engine trainer correction integrations server cli
 
 .PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench gpu loc clean
 

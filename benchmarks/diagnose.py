@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from samebits.cli import mismatch
 from samebits.integrations.rollouts import Rollout, write_rollouts
-from samebits.server import mismatch
 
 LENGTH = 1000
 

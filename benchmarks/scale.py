@@ -32,6 +32,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from samebits import LLM, SamplingParams
+from samebits.cli.bench import WORKLOADS, measure
 from samebits.engine import EngineConfig
 from samebits.engine.distributed.router import Router
 from samebits.engine.model_runner import ModelRunner
@@ -39,7 +40,6 @@ from samebits.engine.pipeline import decode_seconds, stage_layers
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
 from samebits.model.stage import stage_model
-from samebits.server.bench import WORKLOADS, measure
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"

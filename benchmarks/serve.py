@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from samebits import LLM, SamplingParams
+from samebits.cli.bench import VOCAB, mixed
 from samebits.model import resolve
-from samebits.server.bench import VOCAB, mixed
 
 SAMEBITS = pathlib.Path(sys.executable).with_name("samebits")
 OUTPUT = 64  # tokens of a request in the latency part

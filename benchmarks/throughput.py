@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from samebits.cli.bench import WORKLOADS
 from samebits.model import resolve
-from samebits.server.bench import WORKLOADS
 
 HERE = pathlib.Path(__file__).parent
 

@@ -30,7 +30,7 @@ class Lengths:
     """Rewards by length: every group has something to learn, whatever the model says."""
 
     def problem(self, index: int, split: str = "train"):
-        from samebits.trainer import Problem
+        from samebits.trainer.rl import Problem
 
         return Problem(f"Question {index}: name a river, a mountain and a city.\nAnswer:", "")
 
@@ -39,7 +39,7 @@ class Lengths:
 
 
 def steps(arguments) -> dict[str, float]:
-    from samebits.trainer import TrainConfig, Trainer
+    from samebits.trainer.rl import TrainConfig, Trainer
 
     config = TrainConfig(
         model=arguments.model, groups_per_step=arguments.groups, group_size=arguments.group_size,

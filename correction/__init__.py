@@ -1,11 +1,9 @@
-"""Corrections for training-inference mismatch, their diagnosis and their calibration: plain tensors in and out.
+"""Corrections for training-inference mismatch, and its diagnosis: plain tensors in and out.
 
-Stands alone: torch is all it imports.
+Stands alone: torch is all it imports. `samebits.correction.calibration` chooses among corrections.
 """
 
 from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
-from .assess import Assessment, Traces
-from .calibrate import Calibration, Verdict, calibrate, candidate_grid
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .metrics import correction_metrics, summarize
@@ -14,8 +12,6 @@ from .statistics import LogProbs, Statistic
 
 __all__ = [
     "PRESETS",
-    "Assessment",
-    "Calibration",
     "Corrected",
     "Correction",
     "Diagnosis",
@@ -23,12 +19,8 @@ __all__ = [
     "LogProbs",
     "PolicyLoss",
     "Statistic",
-    "Traces",
-    "Verdict",
     "Weight",
     "bias_bound",
-    "calibrate",
-    "candidate_grid",
     "contribution",
     "correction_metrics",
     "coverage",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .statistics import LogProbs, Ratio, apply_kernel, exp, wide
-from .theory import predicted_chi2
 
 _DECADES = 8  # |d| from 1e-8 up; below counts as 1e-8, exact zeros apart
 _PER_DECADE = 32
@@ -23,6 +23,12 @@ _EDGES = ("0", *(f"{e:g}" for e in PROBABILITY_EDGES), "1")
 _POWERS = [f"{2**i}-{2 ** (i + 1) - 1}" for i in range(24)]
 _VIEWS = {"all": ["all"], "by_probability": [f"{a} to {b}" for a, b in pairwise(_EDGES)]}
 _VIEWS |= {"by_position": _POWERS, "by_length": _POWERS}  # view -> its bins
+
+
+def predicted_chi2(k3: float, length: float) -> float:
+    """exp(2 K3 T) - 1: a sequence's chi2 for Gaussian log ratios of K3 nats a token. inf where it overflows."""
+    exponent = 2 * k3 * length
+    return math.expm1(exponent) if exponent < 700 else math.inf
 
 
 class Diagnosis:

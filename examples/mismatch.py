@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from samebits import LLM, SamplingParams
+from samebits.cli import mismatch, report
 from samebits.integrations.rollouts import Rollout, read_rollouts, write_rollouts
 from samebits.model.checkpoint import resolve
-from samebits.server import mismatch, report
 from samebits.trainer import exact_model
 
 ADJECTIVES = "old quiet red small tired bright cold wild lost happy broken gentle strange young heavy empty"

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from samebits import SamplingParams
-from samebits.server import Client, RemoteEngine
-from samebits.trainer import TrainConfig, Trainer, make_task, save_weights
+from samebits.integrations import Client, RemoteEngine
+from samebits.trainer import save_weights
+from samebits.trainer.rl import TrainConfig, Trainer, make_task
 
 
 def main(job_file: str, out_file: str) -> None:

@@ -12,22 +12,20 @@ import torch
 from rich.console import Console
 
 from samebits import SamplingParams
+from samebits.cli import mismatch, report
 from samebits.correction import (
     PRESETS,
     Correction,
     Diagnosis,
     LogProbs,
-    Traces,
-    calibrate,
-    candidate_grid,
     preset,
-    theory,
 )
-from samebits.correction.alignment import compare
-from samebits.correction.assess import CONTRIBUTION_EDGES
-from samebits.correction.calibrate import MARGIN
+from samebits.correction.calibration import Traces, calibrate, candidate_grid
+from samebits.correction.calibration.alignment import compare
+from samebits.correction.calibration.assess import CONTRIBUTION_EDGES
+from samebits.correction.calibration.calibrate import MARGIN
+from samebits.correction.diagnose import predicted_chi2
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
-from samebits.server import mismatch, report
 
 VOCAB, LENGTH, BATCH = 5, 32, 256
 
@@ -521,4 +519,4 @@ def test_rollouts_of_the_toy_survive_the_file(tmp_path):
     path = toy_file(tmp_path / "a.jsonl", toy, 16)
     assert len({r.group for r in read_rollouts(path)}) == 2
     assert mismatch.diagnose(path, use_tqdm=False).summary["tokens"] == 16 * LENGTH
-    assert theory.predicted_chi2(0.0, 100) == 0
+    assert predicted_chi2(0.0, 100) == 0

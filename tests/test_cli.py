@@ -18,7 +18,7 @@ def run(*command, **kwargs):
 
 
 def samebits(*args, **kwargs):
-    return run("-c", "from samebits.server.cli import main; main()", *args, **kwargs)
+    return run("-c", "from samebits.cli.app import main; main()", *args, **kwargs)
 
 
 def test_generate_prints_the_same_json_for_the_same_seed(smollm2):
@@ -73,7 +73,7 @@ def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
 def test_help_needs_no_torch():
     code = """
 import sys
-from samebits.server.cli import main
+from samebits.cli.app import main
 sys.argv = ["samebits", "generate", "--help"]
 try:
     main()
@@ -184,7 +184,7 @@ def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkp
         command = [
             sys.executable,
             "-c",
-            "from samebits.server.cli import main; main()",
+            "from samebits.cli.app import main; main()",
             "verify",
             str(checkpoint("llama")),
             "--linear-route",

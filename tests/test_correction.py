@@ -27,8 +27,9 @@ from samebits.correction import (
     prune_logits,
     safe_set,
     summarize,
-    theory,
 )
+from samebits.correction.calibration import theory
+from samebits.correction.diagnose import predicted_chi2
 
 TABLE_1 = [0.001, 0.0, 0.0, -0.133, 0.0, -0.008, 0.0, 0.0]  # log ratios of the VeXact paper's Table 1
 
@@ -605,10 +606,10 @@ def test_feasibility_law_for_gaussian_log_ratios():
     s, length = 0.05, 100
     d = s * torch.randn(200_000, length, generator=g, dtype=torch.float64) - s * s / 2
     measured = float(theory.self_normalized_chi2(d.sum(1).exp()))
-    assert theory.predicted_chi2(s * s / 2, length) == pytest.approx(math.expm1(s * s * length))
-    assert measured == pytest.approx(theory.predicted_chi2(s * s / 2, length), rel=0.05)
-    assert theory.predicted_chi2(1e-3, 8192) == pytest.approx(1.3e7, rel=0.02)
-    assert theory.predicted_chi2(1.0, 1e9) == math.inf
+    assert predicted_chi2(s * s / 2, length) == pytest.approx(math.expm1(s * s * length))
+    assert measured == pytest.approx(predicted_chi2(s * s / 2, length), rel=0.05)
+    assert predicted_chi2(1e-3, 8192) == pytest.approx(1.3e7, rel=0.02)
+    assert predicted_chi2(1.0, 1e9) == math.inf
 
 
 def enumerate_toy(seed, vocab=3, length=4, spread=0.5):

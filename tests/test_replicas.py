@@ -27,8 +27,8 @@ from samebits.engine.distributed import fan_out, ray_backend, replica, worker
 from samebits.engine.distributed.fan_out import FanOut
 from samebits.engine.distributed.worker import WorkerError
 from samebits.engine.transfer import TransferError
+from samebits.integrations import Client
 from samebits.model.stage import split_by_size
-from samebits.server import Client
 from samebits.trainer import exact_model, token_logprobs
 
 from models import make_checkpoint

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine.transfer import WHOLE, TransferError, WeightGroup, manifest_of
-from samebits.server import Client, ServerError
+from samebits.integrations import Client, ServerError
 from samebits.trainer import exact_model, token_logprobs
 
 from models import make_checkpoint
@@ -30,7 +30,7 @@ LONG = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 300, "ignore_eos"
 
 TRAINER = """
 import os, signal, sys
-from samebits.server import Client
+from samebits.integrations import Client
 from samebits.trainer import exact_model
 path, url, act = sys.argv[1:]
 model = exact_model(path)
@@ -44,7 +44,7 @@ if act == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return broadcast(self, tensor)
     transfer.WeightGroup._broadcast = dying
-    import samebits.server.client as c
+    import samebits.integrations.client as c
     c.BUCKET_BYTES = 1000
 print(client.update_weights(model, version=12))
 """

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from samebits import LLM
-from samebits.server.train import live_line, read_log
+from samebits.cli.train import live_line, read_log
 
 
 def train(*options, threads=1, timeout=300) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", "from samebits.server.cli import main; main()", "train", *map(str, options)]
+    command = [sys.executable, "-c", "from samebits.cli.app import main; main()", "train", *map(str, options)]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "300"} if threads else dict(os.environ)
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
 

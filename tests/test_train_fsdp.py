@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from samebits import LLM, SamplingParams, WeightUpdateError
-from samebits.trainer import TrainConfig, Trainer, exact_model, make_task
-from samebits.trainer.tiny import make_tiny_model
+from samebits.trainer import exact_model
+from samebits.trainer.rl import TrainConfig, Trainer, make_task
+from samebits.trainer.rl.tiny import make_tiny_model
 
 from serving import Serving
 

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, CheckpointError, NumericsError, SamplingParams
 from samebits.correction import Correction, preset
-from samebits.trainer import ALGORITHMS, TrainConfig, Trainer, advantages, exact_model, make_task, pack, token_logprobs
-from samebits.trainer.checkpoint import checkpoints
-from samebits.trainer.invariant import Comparison
-from samebits.trainer.objective import Objective, report
-from samebits.trainer.rollout import RewardError, Rollout
-from samebits.trainer.tasks import TASKS, JsonlTask, MathGrader, Problem
-from samebits.trainer.tiny import fine_tune, make_tiny_model
+from samebits.trainer import exact_model, token_logprobs
+from samebits.trainer.rl import ALGORITHMS, TrainConfig, Trainer, advantages, make_task, pack
+from samebits.trainer.rl.checkpoint import checkpoints
+from samebits.trainer.rl.invariant import Comparison
+from samebits.trainer.rl.objective import Objective, report
+from samebits.trainer.rl.rollout import RewardError, Rollout
+from samebits.trainer.rl.tasks import TASKS, JsonlTask, MathGrader, Problem
+from samebits.trainer.rl.tiny import fine_tune, make_tiny_model
 from samebits.trainer.verify import replace_op
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -356,7 +357,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny):
 
 
 def test_fp16_scales_the_loss_as_far_as_gradients_allow(tiny, monkeypatch):
-    monkeypatch.setattr("samebits.trainer.loop.LOSS_SCALE_GROWTH", 2)
+    monkeypatch.setattr("samebits.trainer.rl.loop.LOSS_SCALE_GROWTH", 2)
     plain = Trainer(config_of(tiny, dtype="float16"), Digits())
     high = Trainer(config_of(tiny, dtype="float16"), Digits())
     high.loss_scale = 2.0**60  # beyond fp16, whatever the gradient

@@ -1,6 +1,6 @@
 """The sender's side of `update_weights`, for engines that aren't in this process.
 
-In-process, `llm.update_weights(model)`; over HTTP and a process group, `samebits.server.Client.update_weights(model)`;
+In-process, `llm.update_weights(model)`; over HTTP and a process group, `samebits.integrations.Client`;
 through a file system, `save_weights(model, folder)` and then `update_weights(folder)` on either.
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..engine.transfer import full_tensors
 from ..engine.weights import checksum
-from .checkpoint import publish, sync
+from .durable import publish, sync
 from .fsdp import together
 
 FILE_BYTES = 2**30

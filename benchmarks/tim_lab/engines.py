@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from samebits import LLM, Completion, RequestOutput, SamplingParams
 from samebits.engine import VersionSpan
 from samebits.engine.transfer import full_tensors
-from samebits.server import RemoteEngine
+from samebits.integrations import RemoteEngine
 
 
 class RoundedWeights(LLM):

@@ -79,8 +79,8 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
     from samebits import LLM, SamplingParams
     from samebits.correction import Correction, preset
     from samebits.engine.transfer import full_tensors
-    from samebits.trainer import TrainConfig, Trainer, make_task
-    from samebits.trainer.rollout import RolloutWorker
+    from samebits.trainer.rl import TrainConfig, Trainer, make_task
+    from samebits.trainer.rl.rollout import RolloutWorker
 
     settings = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 512, "dtype": run.dtype}
     task = make_task(**TASK, seed=run.seed)
@@ -118,8 +118,9 @@ def prepare(out: pathlib.Path) -> pathlib.Path:
     if not folder.exists():
         from transformers import AutoTokenizer
 
-        from samebits.trainer import exact_model, make_task, save_weights
-        from samebits.trainer.tiny import fine_tune, make_tiny_model
+        from samebits.trainer import exact_model, save_weights
+        from samebits.trainer.rl import make_task
+        from samebits.trainer.rl.tiny import fine_tune, make_tiny_model
 
         task, draft = make_task(**TASK), out / ".untrained"
         make_tiny_model(draft, task.alphabet, **SIZES)

@@ -139,8 +139,8 @@ def serve(
     from concurrent.futures import ThreadPoolExecutor
 
     from ..engine import LLM
-    from .auth import Guard
-    from .serve import serve as run
+    from ..server.auth import Guard
+    from ..server.serve import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,

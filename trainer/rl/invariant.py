@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.contract import Contract, NumericsError
+from ...kernels.contract import Contract, NumericsError
 from .rollout import Rollout
 
 

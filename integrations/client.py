@@ -15,9 +15,9 @@ from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
 from ..engine.transfer import DEFAULT_NAME, TensorSpec, WeightGroup, free_port, full_tensors, manifest_of
 from ..engine.weights import check_contract
 from ..kernels.contract import Contract
-from .updates import DEFAULT_LABEL
 
 BUCKET_BYTES = 64 * 2**20
+FIRST_VERSION = "default"  # what a server calls the weights that it started with
 
 
 class ServerError(RuntimeError):
@@ -196,7 +196,7 @@ class _Meanwhile:
 
 
 def _version(label: str) -> int | str:
-    return 0 if label == DEFAULT_LABEL else int(label) if label.isdecimal() else label
+    return 0 if label == FIRST_VERSION else int(label) if label.isdecimal() else label
 
 
 def _fields(params: SamplingParams) -> dict:

@@ -78,8 +78,9 @@ def train(
     from ..correction import Correction, preset
     from ..engine import SamplingParams
     from ..kernels import ops
-    from ..trainer import TrainConfig, Trainer, make_task, save_weights
+    from ..trainer import save_weights
     from ..trainer.fsdp import init_process_group
+    from ..trainer.rl import TrainConfig, Trainer, make_task
 
     ops.backend(torch.device(device))  # or there are no kernels for it
     init_process_group(device)
@@ -118,8 +119,7 @@ def train(
         raise ValueError("--supervise-until is for --model tiny")
     llm = None
     if engine_url is not None:
-        from .client import Client
-        from .remote import RemoteEngine
+        from ..integrations import Client, RemoteEngine
 
         llm = RemoteEngine(Client(engine_url, key=engine_key), config.model, sync_dir)
     trainer = Trainer(config, problems, llm)
@@ -141,7 +141,7 @@ def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) ->
 
     from ..trainer import exact_model, save_weights
     from ..trainer.fsdp import together
-    from ..trainer.tiny import fine_tune, make_tiny_model
+    from ..trainer.rl.tiny import fine_tune, make_tiny_model
 
     if not hasattr(task, "alphabet"):
         raise ValueError("a tiny model is for the built-in tasks; give --model a checkpoint")

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from .logprobs import token_logprobs
+from ..logprobs import token_logprobs
 from .tasks import Task
 
 PAD, EOS = "<pad>", "<eos>"

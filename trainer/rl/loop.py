@@ -20,13 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine import LLM
-from ..engine.sampling_params import RequestOutputKind
-from ..kernels.contract import Contract, NumericsError
-from ..model.exact import contract_of, exact_model
+from ...engine import LLM
+from ...engine.sampling_params import RequestOutputKind
+from ...kernels.contract import Contract, NumericsError
+from ...model.exact import contract_of, exact_model
+from ..fsdp import init_process_group, shard, together
 from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
-from .fsdp import init_process_group, shard, together
 from .invariant import Comparison
 from .losses import advantages
 from .objective import Objective, Sums, completion_logprobs, report, total
@@ -50,7 +50,7 @@ class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
     llm: this rank's engine, instead of one made from the configuration: an `LLM`, or the `RemoteEngine` of
-    `samebits.server`, in another process. It gets the trainer's weights at once. `load()` resumes.
+    `samebits.integrations`, in another process. It gets the trainer's weights at once. `load()` resumes.
     """
 
     def __init__(self, config: TrainConfig, task: Task, llm: Any = None):

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..correction import Calibration, Correction, Diagnosis, LogProbs, Traces, calibrate, candidate_grid
+from ..correction import Correction, Diagnosis, LogProbs
+from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
 from ..engine.sampling_params import SamplingParams
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 

@@ -6,9 +6,9 @@ import io
 from collections import defaultdict
 from typing import Any
 
-from ..correction import Assessment, Calibration
-from ..correction.assess import CONTRIBUTION_EDGES
-from ..correction.theory import predicted_chi2
+from ..correction.calibration import Assessment, Calibration
+from ..correction.calibration.assess import CONTRIBUTION_EDGES
+from ..correction.diagnose import predicted_chi2
 from .mismatch import Report
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .actions import Correction, valid_advantages
+from ..actions import Correction, valid_advantages
+from ..diagnose import PROBABILITY_EDGES
+from ..losses import Mode, contribution, effective_coefficients
+from ..metrics import correction_metrics, summarize
+from ..statistics import LogProbs
 from .alignment import Alignment
-from .diagnose import PROBABILITY_EDGES
-from .losses import Mode, contribution, effective_coefficients
-from .metrics import correction_metrics, summarize
-from .statistics import LogProbs
 
 _SIZES = tuple(10 ** (i / 4) for i in range(-16, 5))
 CONTRIBUTION_EDGES = (*(-size for size in reversed(_SIZES)), *_SIZES)  # of C(r), 0 in the bin in the middle

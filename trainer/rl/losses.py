@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..correction.losses import Aggregation, Kind
-from ..correction.statistics import CLAMP
+from ...correction.losses import Aggregation, Kind
+from ...correction.statistics import CLAMP
 
 Baseline = Literal["none", "group", "group-std", "leave-one-out", "batch-whitened"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..correction import LogProbs, Statistic, contribution, correction_metrics, policy_loss, summarize
-from ..correction.losses import aggregate
-from ..engine import SamplingParams
+from ...correction import LogProbs, Statistic, contribution, correction_metrics, policy_loss, summarize
+from ...correction.losses import aggregate
+from ...engine import SamplingParams
+from ..logprobs import token_logprobs
 from .config import TrainConfig
-from .logprobs import token_logprobs
 from .losses import reference_kl
 from .rollout import Rollout
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..correction import Assessment, Calibration
+from ..correction.calibration import Assessment, Calibration
 from . import plots
 from .mismatch import Report
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .actions import GEOMETRIC, TIM, Correction, opsm, preset
+from ..actions import GEOMETRIC, TIM, Correction, opsm, preset
+from ..losses import Mode
+from ..statistics import LogProbs, Statistic, exp
 from .alignment import Alignment, Comparison, compare
 from .assess import Assessment, Traces, ascent, assess, contributions
-from .losses import Mode
-from .statistics import LogProbs, Statistic, exp
 from .theory import optimal_truncation, self_normalized_chi2
 
 MARGIN = 0.01  # expected cosines closer than this are the same for practice

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..correction import Correction
-from ..correction.losses import Mode, check_clip, check_combination
-from ..engine import SamplingParams
-from ..kernels.ops import backend
+from ...correction import Correction
+from ...correction.losses import Mode, check_clip, check_combination
+from ...engine import SamplingParams
+from ...kernels.ops import backend
 from .losses import ALGORITHMS, Algorithm
 
 

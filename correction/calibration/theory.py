@@ -37,12 +37,6 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return torch.where(squares > 0, weights.sum().square() / squares.clamp_min(torch.finfo(weights.dtype).tiny), 0.0)
 
 
-def predicted_chi2(k3: float, length: float) -> float:
-    """exp(2 K3 T) - 1: a sequence's chi2 for Gaussian log ratios of K3 nats a token. inf where it overflows."""
-    exponent = 2 * k3 * length
-    return math.expm1(exponent) if exponent < 700 else math.inf
-
-
 def optimal_truncation(chi2: float) -> float:
     """C* = sqrt(2 (1 + chi2)) minimises the bound of `sequence_tis`. A start for a search: the bound is loose."""
     return math.sqrt(2 * (1 + chi2))

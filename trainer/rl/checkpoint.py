@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-from ..model import CheckpointError
-from .fsdp import together
+from ...model import CheckpointError
+from ..durable import publish, sync
+from ..fsdp import together
 
 PREFIX, STATE = "step-", "trainer.json"
 
@@ -102,24 +102,3 @@ def _reason(error: BaseException) -> str:
         rank, (cause, _) = next(iter(failures.items()))
         return f"rank {rank}: {type(cause).__name__}: {cause}"
     return f"{type(error).__name__}: {error}"
-
-
-def publish(draft: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a finished, synced folder its name; an older one of this name goes when the new one is there."""
-    old = target.with_name(f".{target.name}.old")
-    sync(draft)
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
-    os.replace(draft, target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: pathlib.Path) -> None:
-    """Has the disk hold what was written to a file or, for a folder, its entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine import SamplingParams
-from ..engine.outputs import Completion, RequestOutput
-from .fsdp import together
+from ...engine import SamplingParams
+from ...engine.outputs import Completion, RequestOutput
+from ..fsdp import together
 from .tasks import Problem, Task
 
 

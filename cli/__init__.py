@@ -1,0 +1,1 @@
+"""The command line, its reports and plots."""
