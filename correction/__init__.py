@@ -3,11 +3,11 @@
 Stands alone: torch is all it imports. `samebits.correction.calibration` chooses among corrections.
 """
 
-from .actions import PRESETS, Corrected, Correction, Gate, Weight, opsm_decomposition, preset
+from .actions import PRESETS, Corrected, Correction, Gate, Weight, preset
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .metrics import correction_metrics, summarize
-from .pruning import bias_bound, coverage, prune_logits, safe_set
+from .pruning import prune_logits, safe_set
 from .statistics import LogProbs, Statistic
 
 __all__ = [
@@ -20,12 +20,9 @@ __all__ = [
     "PolicyLoss",
     "Statistic",
     "Weight",
-    "bias_bound",
     "contribution",
     "correction_metrics",
-    "coverage",
     "effective_coefficients",
-    "opsm_decomposition",
     "policy_loss",
     "preset",
     "prune_logits",

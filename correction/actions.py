@@ -197,19 +197,11 @@ def opsm(delta: float = 1e-4, ratio: Ratio | None = None) -> Correction:
     """Off-policy sequence masking (DeepSeek-V3.2): drops A < 0 where mean(log below - log above) > delta.
 
     The ratio must be named: "current/rollout" sees mismatch and staleness (the paper, TRL), "current/old" staleness
-    alone (Miles). See `opsm_decomposition`.
+    alone (Miles).
     """
     if ratio is None:
         raise ValueError("opsm needs its ratio named: 'current/rollout' (mismatch and staleness) or 'current/old'")
     return Correction(gates=(Gate(Statistic(ratio, "k1", "mean"), high=delta, only_negative=True),))
-
-
-def opsm_decomposition(logprobs: LogProbs) -> tuple[Tensor, Tensor]:
-    """(mismatch, staleness), fp64 [sequences] each: mean(log mu - log pi_old) and mean(log pi_old - log pi).
-
-    Their sum is what OPSM compares with its delta.
-    """
-    return Statistic(TIM, "k1", "mean").of(logprobs), Statistic("current/old", "k1", "mean").of(logprobs)
 
 
 # The printed gate of the VeXact paper is a sum with threshold 0.001, which only makes sense as a mean: K3 of dense
