@@ -132,7 +132,6 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Take weights as pickled tensors.")] = False,
 ) -> None:
     """Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
     import logging
@@ -163,7 +162,7 @@ def serve(
             start_timeout=start_timeout,
         ).result()
     guard = Guard(api_key, admin_key)
-    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
+    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout}
     try:
         run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
     finally:
