@@ -7,47 +7,54 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`.
-
-    dtype: "float32", "bfloat16" or "float16". max_model_len: tokens of prompt + completion (None: the model's limit).
-    max_num_seqs: sequences a step may run. max_num_batched_tokens: tokens a step may compute, the chunk size
-    (None: 2048, or 256 in a pipeline, whose later stages wait for the first chunk).
-    kv_cache_memory_bytes: size of the KV pool, in each stage and replica; None takes a quarter of the free memory,
-    divided among the workers of a machine, or less if less can be used.
-    gpu_memory_utilization: share of a GPU's memory that weights, KV and a step may take together. enforce_eager: no
-    CUDA graphs. async_scheduling: prepare a step while the one before it runs, without waiting for its tokens (None: on
-    a GPU, where the model is in one stage). enable_prefix_caching: reuse KV across requests. skip_tokenizer_init: token
-    ids only.
-    linear_route, exact: see `samebits.model.exact_model`; exact=False is the control without the promise.
-
-    pipeline_parallel_size: stages, each with a slice of the layers and a process. replicas: engines behind one queue.
-    backend: of these processes: "mp" (children of this one), "ray" (actors of a Ray cluster), "inproc" (stages in this
-    process, for tests). batches_in_flight: steps under way in a pipeline (None: as many as stages). stage_layers: how
-    many layers each stage has; None balances them by size, or with `balance` by the time that they take.
-    worker_timeout: seconds until a worker that doesn't answer counts as dead; start_timeout: until it must have loaded.
-    """
+    """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`."""
 
     dtype: str = "float32"
+    """Number format of weights and activations: float32, bfloat16 or float16."""
     device: str | None = None
+    """Where the model computes: cpu or cuda."""
     max_model_len: int | None = None
+    """Most tokens of prompt and completion together; unset, the model's limit."""
     max_num_seqs: int = 128
+    """Most sequences that a step may run."""
     max_num_batched_tokens: int = None  # type: ignore[assignment]  # chosen below
+    """Most tokens that a step may compute, the chunk size. Unset, 2048, or 256 in a pipeline, whose later stages wait
+    for the first chunk."""
     kv_cache_memory_bytes: int | None = None
+    """Size of the KV pool in each stage and replica. Unset, a quarter of the free memory, divided among the workers of
+    a machine, or less if less can be used."""
     gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that weights, KV and a step may take together."""
     enforce_eager: bool = False
+    """Use no CUDA graphs."""
     async_scheduling: bool | None = None
+    """Prepare a step while the one before it runs, without waiting for its tokens. Unset, where the model is in one
+    stage on a GPU."""
     enable_prefix_caching: bool = True
+    """Reuse KV across requests."""
     skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and outputs are token ids only."""
     linear_route: str = "fma"
+    """How the CPU multiplies matrices: fma (any CPU) or mkl (Intel, strict mode); see `samebits.model.exact_model`."""
     exact: bool = True
+    """Compute with the exact ops. False: with torch's own, the control without the promise."""
     pipeline_parallel_size: int = 1
+    """Stages of a replica, each with a slice of the layers and a process."""
     replicas: int = 1
+    """Engines behind one queue."""
     backend: str = "mp"
+    """What runs the processes of stages and replicas: mp (children of this process) or ray (actors of a Ray cluster);
+    inproc has stages in this process, for tests."""
     batches_in_flight: int | None = None
+    """Steps under way in a pipeline; unset, as many as it has stages."""
     stage_layers: tuple[int, ...] | None = None
+    """Number of layers in each stage; unset, balanced by size, or with `balance` by the time that they take."""
     balance: bool = False
+    """Cut the stages by measured time, not by size."""
     worker_timeout: float = 60.0
+    """Seconds until a stage or replica that doesn't answer counts as dead."""
     start_timeout: float = 300.0
+    """Seconds in which a stage or replica must have loaded."""
 
     @property
     def num_workers(self) -> int:
