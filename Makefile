@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := kernels model scheduler engine trainer correction integrations server cli
+PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
 .PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench gpu loc clean
 
@@ -32,11 +32,11 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/test_server_clients.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/server/test_server_clients.py
 
 test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
-	$(BIN)/python -m pytest tests/test_server.py tests/test_server_weights.py tests/test_server_clients.py
+	$(BIN)/python -m pytest tests/server
 
 lint: setup
 	$(BIN)/ruff check .

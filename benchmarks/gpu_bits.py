@@ -226,8 +226,8 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
 def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[str, Any]:
     """The engine under random schedules against the trainer: small families, named shapes, graphs and eager, after
     optimizer steps."""
-    from models import CONFIGS, make_checkpoint
-    from test_schedules import check_results, random_requests, run_schedule
+    from helpers.models import CONFIGS, make_checkpoint
+    from helpers.schedules import check_results, random_requests, run_schedule
 
     report: dict[str, Any] = {"schedules": 0, "tokens": 0, "differ": []}
 
@@ -290,7 +290,7 @@ def waits(llm: LLM) -> list[str]:
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")
     try:
-        llm.core._submit_step()
+        llm.engine._submit()
     except RuntimeError as error:
         return [f"a step that waits: {error}"]
     finally:

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
-from samebits.engine.pipeline import decode_seconds
 from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
 from gpu_bits import checkpoint, shapes
+from stage_times import decode_seconds
 
 linear = import_module("samebits.kernels.triton.linear")
 
@@ -220,7 +220,7 @@ def large_batch(device: torch.device, path, count: int, prompt: int, output: int
     llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=count, max_model_len=2 * (prompt + output),
               max_num_batched_tokens=8192, skip_tokenizer_init=True,
               kv_cache_memory_bytes=None if count > 4 else 2**24)  # fmt: skip
-    vocab = llm.core.pipeline.model_config.vocab_size
+    vocab = llm.model_config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(prompt)] for _ in range(count)]
     times = []
     for tokens in (2, output, 2, output):

@@ -10,18 +10,18 @@ import sys
 import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
-BUDGETS = {
-    "engine + scheduler + model": 2000,
-    "engine/distributed": None,
+BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
+    "engine + scheduler + model": 3100,
+    "cluster": 1450,
+    "trainer": 700,
+    "trainer/rl": 1150,
+    "correction": 650,
+    "correction/calibration": 450,
+    "integrations": 800,
+    "server": 2000,
+    "cli": 1150,
     "kernels": None,
     "kernels/triton": None,
-    "trainer": None,
-    "trainer/rl": None,
-    "correction": None,
-    "correction/calibration": None,
-    "integrations": None,
-    "server": 1750,
-    "cli": None,
 }
 SKIP = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -48,18 +48,24 @@ def group_of(file: pathlib.Path) -> str | None:
     return next((folders[p] for p in parents if p in folders), None)
 
 
-def main() -> None:
-    sizes = dict.fromkeys(BUDGETS, 0)
+def sizes() -> dict[str, int]:
+    """Code lines of each group."""
+    found = dict.fromkeys(BUDGETS, 0)
     for top in {part.split("/")[0] for group in BUDGETS for part in group.split(" + ")}:
         for file in (ROOT / top).rglob("*.py"):
-            sizes[group_of(file)] += code_lines(file)
+            found[group_of(file)] += code_lines(file)
+    return found
+
+
+def main() -> None:
+    found = sizes()
     if "--json" in sys.argv:
-        print(json.dumps(sizes))
+        print(json.dumps(found))
         return
-    for group, size in sizes.items():
+    for group, size in found.items():
         budget = f"  (at most {BUDGETS[group]})" if BUDGETS[group] else ""
         print(f"{group:28} {size:5}{budget}")
-    print(f"{'total':28} {sum(sizes.values()):5}")
+    print(f"{'total':28} {sum(found.values()):5}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Stages and replicas on this machine: throughput of layouts, a weight update's time, a trace of the stages' steps.
 
-usage: python benchmarks/scale.py [--starts 2] [--rounds 5] [--dtypes bfloat16 float32] [--backends mp ray] [--out FILE]
-                                  [--only WORD] [--trace FILE.png] [--profile FILE]
+usage: python benchmarks/scale.py [--starts 2] [--rounds 5] [--dtypes bfloat16 float32] [--out FILE] [--only WORD]
+                                  [--trace FILE.png] [--profile FILE]
 
 Each layout has processes of its own and runs once a round, in turn: one thread a stage, all threads for one engine
 alone. With each start they are new: what a process got of memory stays with it. --only compares the layouts whose
@@ -33,30 +33,29 @@ from tqdm import tqdm
 
 from samebits import LLM, SamplingParams
 from samebits.cli.bench import WORKLOADS, measure
+from samebits.cluster.replicated_engine import ReplicatedEngine
 from samebits.engine import EngineConfig
-from samebits.engine.distributed.router import Router
 from samebits.engine.model_runner import ModelRunner
-from samebits.engine.pipeline import decode_seconds, stage_layers
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
-from samebits.model.stage import stage_model
+from samebits.model.stage import split_by_size, stage_model
+
+from stage_times import decode_seconds
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
 ALONE = "1 stage, all threads"
 
 
-def layouts(backends: list[str], split: tuple[int, ...] = ()) -> dict[str, dict]:
-    """Name -> settings. The KV pool is 1 GiB in all: half in each replica; a stage needs half for as many tokens.
-
-    split: the layers of each of two stages, measured once for all.
-    """
+def layouts() -> dict[str, dict]:
+    """Name -> settings. The KV pool is 1 GiB in all: half in each replica; a stage needs half for as many tokens."""
     half = {"kv_cache_memory_bytes": 2**29}
-    found: dict[str, dict] = {ALONE: {}}
-    for backend in backends:
-        found[f"2 stages, {backend}"] = {"pipeline_parallel_size": 2, "stage_layers": split, "backend": backend} | half
-        found[f"2 replicas, {backend}"] = {"replicas": 2, "backend": backend} | half
-    return found
+    return {
+        ALONE: {},
+        "2 stages, children": {"pipeline_parallel_size": 2, "backend": "mp"} | half,
+        "2 stages, Ray": {"pipeline_parallel_size": 2, "backend": "ray"} | half,
+        "2 replicas, Ray": {"replicas": 2} | half,
+    }
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ def ray_seconds() -> float:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if ("/ray/" in command or "ray::" in command) and "ray::Actor" not in command:
+            if ("/ray/" in command or "ray::" in command) and "ray::RayHost" not in command:
                 total += sum(process.cpu_times()[:2])
     return total
 
@@ -148,18 +147,17 @@ def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[
     and touch memory for the first time, are not counted."""
     os.environ["OMP_NUM_THREADS"] = "1"
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
-    routers = {n: Router(resolve(model), EngineConfig(replicas=n, **settings)) for n in (1, 2)}
+    path = resolve(model)
+    engines = {n: ReplicatedEngine(path, EngineConfig(replicas=n, backend="ray", **settings)) for n in (1, 2)}
     source = exact_model(model, dtype)
-    times: dict[int, list[float]] = {n: [] for n in routers}
-    for version in range(1, repeats + 4):
-        for count, router in routers.items():
+    times: dict[int, list[float]] = {n: [] for n in engines}
+    for _ in range(repeats + 3):
+        for count, engine in engines.items():
             start = time.perf_counter()
-            update = router.begin_weight_update()
-            update.load(source, router.contract)
-            router.commit_weight_update(update, version, recompute_running=True)
+            engine.update_weights(source)
             times[count].append(time.perf_counter() - start)
-    for router in routers.values():
-        router.close()
+    for engine in engines.values():
+        engine.close()
     return {count: found[3:] for count, found in times.items()}
 
 
@@ -167,15 +165,15 @@ def trace(model: str, in_flight: int = 4) -> dict:
     """Start and end of each step in each of 2 stages, seconds; the share of time in which both work."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    llm = LLM(model, pipeline_parallel_size=2, balance=True, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
+    llm = LLM(model, pipeline_parallel_size=2, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
               skip_tokenizer_init=True)  # fmt: skip
     work = WORKLOADS["mixed"]()
     llm.generate(work["prompts"][:2], SamplingParams(max_tokens=4), use_tqdm=False)
-    llm.core.members().all("take_trace")
+    llm.engine.executor.collective_rpc("take_trace")
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
     llm.generate(work["prompts"], params, use_tqdm=False)
-    stages = llm.core.members().all("take_trace")
-    layers = llm.core.pipeline.layers
+    stages = llm.engine.executor.collective_rpc("take_trace")
+    layers = split_by_size(llm.path, 2)
     llm.close()
     origin = min(s[0][0] for s in stages)
     steps = [[(a - origin, b - origin) for a, b in s] for s in stages]
@@ -219,9 +217,20 @@ def draw(found: dict, file: pathlib.Path) -> None:
 def overhead_seconds(model: str) -> float:
     """What the driver does for a step beside the model: schedule, plan, take the tokens."""
     llm = LLM(model, kv_cache_memory_bytes=2**29, skip_tokenizer_init=True)
+    worker = llm.engine.executor.workers[0]
+    model_seconds = []
+    execute = worker.execute_model
+
+    def timed(*args):
+        start = time.perf_counter()
+        out = execute(*args)
+        out.wait()
+        model_seconds.append(time.perf_counter() - start)
+        return out
+
+    worker.execute_model = timed
     llm.generate([[5, 6, 7]] * 32, SamplingParams(max_tokens=64, ignore_eos=True), use_tqdm=False)
-    (steps,) = llm.core.members().all("take_trace")
-    return (llm.stats().step_seconds - sum(b - a for a, b in steps)) / len(steps)
+    return (llm.stats().step_seconds - sum(model_seconds)) / len(model_seconds)
 
 
 def profile(model: str) -> dict:
@@ -259,14 +268,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="of each start")
-    parser.add_argument("--backends", nargs="+", default=["mp", "ray"], choices=["mp", "ray"])
     parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--out", type=pathlib.Path, help="default: benchmarks/results/scale[_WORD].json")
     parser.add_argument("--trace", type=pathlib.Path, default=HERE.parent / "docs" / "pipeline_trace.png")
     parser.add_argument("--profile", nargs="?", type=pathlib.Path, const=RESULTS / "stage_times.json")
     args = parser.parse_args()
-    if not any(args.only in name for name in layouts(args.backends)):
-        parser.error(f"--only {args.only}: choose a word of one of {', '.join(layouts(args.backends))}")
+    if not any(args.only in name for name in layouts()):
+        parser.error(f"--only {args.only}: choose a word of one of {', '.join(layouts())}")
     if args.profile:
         args.profile.write_text(json.dumps(profile(args.model), indent=1) + "\n")
         print(args.profile.read_text())
@@ -275,25 +283,23 @@ def main() -> None:
     console = Console()
     results: dict[str, dict] = {}
     for dtype in args.dtypes:
-        cut = EngineConfig(pipeline_parallel_size=2, balance=True, dtype=dtype)
-        split = tuple(b - a for a, b in stage_layers(resolve(args.model), cut, 1))
-        chosen = {name: s for name, s in layouts(args.backends, split).items() if args.only in name}
+        chosen = {name: s for name, s in layouts().items() if args.only in name}
         rates, shares = throughput(args.model, dtype, chosen, args.starts, args.rounds)
-        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of mp")
+        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of children")
         ratios: dict[str, dict] = {}
         for name, each in rates.items():
-            others = {"of one": ALONE} | ({"of mp": name.replace("ray", "mp")} if "ray" in name else {})
+            others = {"of one": ALONE} | ({"of children": "2 stages, children"} if name == "2 stages, Ray" else {})
             ratios[name] = {
                 key: statistics.median(a / b for a, b in zip(each, rates[other], strict=True))
                 for key, other in others.items()
                 if other in rates
             }
-            shown = [f"{ratios[name][key]:.3f} x" if key in ratios[name] else "" for key in ("of one", "of mp")]
+            shown = [f"{ratios[name][key]:.3f} x" if key in ratios[name] else "" for key in ("of one", "of children")]
             table.add_row(name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), *shown)
         console.print(table)
         if shares:
             console.print(f"Ray's own processes took {100 * statistics.mean(shares):.1f} % of a CPU")
-        results[dtype] = {"stage_layers": split, "output_tok_s": rates, "ratios": ratios, "ray_cpu": shares}
+        results[dtype] = {"output_tok_s": rates, "ratios": ratios, "ray_cpu": shares}
         if args.only:
             continue
         updates = results[dtype]["update_seconds"] = update_seconds(args.model, dtype)

@@ -1,6 +1,8 @@
 """The rollout engine."""
 
 from .config import EngineConfig
+from .engine import Engine, WorkerEngine
+from .executor import WorkerError
 from .llm import LLM
 from .outputs import Completion, EngineStats, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -9,6 +11,7 @@ from .weights import WeightUpdate, WeightUpdateError
 __all__ = [
     "LLM",
     "Completion",
+    "Engine",
     "EngineConfig",
     "EngineStats",
     "RequestOutput",
@@ -17,4 +20,6 @@ __all__ = [
     "VersionSpan",
     "WeightUpdate",
     "WeightUpdateError",
+    "WorkerEngine",
+    "WorkerError",
 ]

@@ -2,17 +2,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, vLLM's names; none of them changes a bit of a result but `dtype`, `linear_route` and `exact`."""
+    """Engine settings, by vLLM's names. Only `dtype`, `device`, `linear_route` and `exact` change a bit of a result."""
 
     dtype: str = "float32"
     """Number format of weights and activations: float32, bfloat16 or float16."""
     device: str | None = None
-    """Where the model computes: cpu or cuda."""
+    """Where the model runs, such as cpu or cuda; unset, cpu."""
     max_model_len: int | None = None
     """Most tokens of prompt and completion together; unset, the model's limit."""
     max_num_seqs: int = 128
@@ -42,19 +40,23 @@ class EngineConfig:
     """Stages of a replica, each with a slice of the layers and a process."""
     replicas: int = 1
     """Engines behind one queue."""
-    backend: str = "mp"
-    """What runs the processes of stages and replicas: mp (children of this process) or ray (actors of a Ray cluster);
-    inproc has stages in this process, for tests."""
+    backend: str = None  # type: ignore[assignment]  # chosen below
+    """What runs stages and replicas: mp (stages are children of this process), ray (replicas and stages are actors of a
+    Ray cluster, a local one where there is no other) or inproc (stages in this process). Unset, ray for replicas, else
+    mp."""
     batches_in_flight: int | None = None
     """Steps under way in a pipeline; unset, as many as it has stages."""
     stage_layers: tuple[int, ...] | None = None
-    """Number of layers in each stage; unset, balanced by size, or with `balance` by the time that they take."""
-    balance: bool = False
-    """Cut the stages by measured time, not by size."""
+    """Layers of each stage, such as 17,13; unset, by their size."""
     worker_timeout: float = 60.0
-    """Seconds until a stage or replica that doesn't answer counts as dead."""
+    """Seconds until a worker that doesn't answer counts as dead."""
     start_timeout: float = 300.0
-    """Seconds in which a stage or replica must have loaded."""
+    """Seconds in which a worker must have loaded the model."""
+
+    @property
+    def in_this_process(self) -> bool:
+        """True if nothing needs a process of its own."""
+        return self.num_workers == 1 or self.backend == "inproc"
 
     @property
     def num_workers(self) -> int:
@@ -70,7 +72,7 @@ class EngineConfig:
     def overlaps(self) -> bool:
         """Is a step prepared while the one before it runs?"""
         if self.async_scheduling is None:
-            return torch.device(self.device or "cpu").type == "cuda" and self._one_batch
+            return (self.device or "cpu").startswith("cuda") and self._one_batch
         return self.async_scheduling
 
     @property
@@ -80,14 +82,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens is None:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
+        if self.backend is None:
+            object.__setattr__(self, "backend", "ray" if self.replicas > 1 else "mp")
         if self.backend not in (backends := ("mp", "ray", "inproc")):
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
-        if self.pipeline_parallel_size == 1 and (self.balance or self.stage_layers is not None):
-            raise ValueError("balance and stage_layers cut a model into stages: set pipeline_parallel_size")
+        if self.pipeline_parallel_size == 1 and self.stage_layers is not None:
+            raise ValueError("stage_layers cuts a model into stages: set pipeline_parallel_size")
         if self.backend == "ray" and self.num_workers == 1:
             raise ValueError("backend 'ray' places stages and replicas: set pipeline_parallel_size or replicas")
-        if self.backend == "inproc" and self.replicas > 1:
-            raise ValueError("replicas need processes of their own: backend 'mp' or 'ray'")
+        if self.backend != "ray" and self.replicas > 1:
+            raise ValueError(f"replicas are actors of a Ray cluster: backend 'ray', not {self.backend!r}")
         if self.async_scheduling and not self._one_batch:
             raise ValueError("async_scheduling has all sequences in each step, of a model in one stage: leave out "
                              "pipeline_parallel_size and batches_in_flight")  # fmt: skip
@@ -102,7 +106,7 @@ class EngineConfig:
                                  f"{self.pipeline_parallel_size} stages")  # fmt: skip
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
-        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "balance", "async_scheduling"
+        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "async_scheduling"
         for name in flags:
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("async_scheduling", None):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")

@@ -1,15 +1,14 @@
-"""One replica: the scheduler, the stages, and the loop between them. Token ids in, sampled tokens out; no text."""
+"""One replica: the scheduler, the workers, and the loop between them. Token ids in, sampled tokens out; no text."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import pathlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,285 +18,274 @@ from ..model.checkpoint import StoredWeights
 from ..model.exact import load_config
 from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
-from .distributed.fan_out import FanOut, FanOutUpdate
-from .distributed.worker import WorkerError
+from .engine import MEMORY_TAGS, WorkerEngine
+from .executor import Executor, StepResult, WorkerError
 from .interrupts import deferred_interrupt
 from .model_runner import Draw, Planner
 from .outputs import EngineStats
-from .pipeline import Pipeline
 from .request import Request, Sample, SampledToken
-from .weights import WeightUpdate, WeightUpdateError
+from .weights import WeightUpdate, WeightUpdateError, Workers
+from .worker import max_model_len
 
 logger = logging.getLogger(__name__)
 
-MEMORY_TAGS = ("weights", "kv_cache")
+
+@dataclass
+class Step:
+    """A step under way: what it samples and scores, and the tokens that come of it."""
+
+    draws: list[Draw]
+    result: StepResult
 
 
-class EngineCore:
-    """Runs requests. Everything that may fail of one request ends that request alone.
+class EngineCore(WorkerEngine):
+    """An `Engine` of one replica.
 
-    tokenizer: for stop strings. placement: where Ray puts the stages. sharers: as `Pipeline`'s.
+    executor: its workers. tokenizer: for stop strings; None: requests have none.
     """
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, placement: Any = None, sharers: int | None = None):
-        self.path, self.config = path, config
-        self.tokenizer: Any = None
+    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor, tokenizer: Any = None):
+        super().__init__()
+        self.path = path
+        self.config = config
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.contract = executor.info.contract
+        self.eos_token_ids = executor.info.eos_token_ids
         self.max_model_len = max_model_len(path, config)
-        device = torch.device(config.device or "cpu")
-        block_size = ops.backend(device).BLOCK
-        most = -(-self.max_model_len // block_size) * config.max_num_seqs
-        self.pipeline = Pipeline(path, config, most, placement, sharers)
-        self.contract, self.eos_token_ids = self.pipeline.contract, self.pipeline.eos_token_ids
-        self.table = self.pipeline.table
-        self.weight_bytes, self.kv_cache_bytes = self.pipeline.weight_bytes, self.pipeline.kv_cache_bytes
-        self.planner = Planner(self.pipeline.model_config, device)
-        self.weight_version = 0
-        self.has_weights = self.has_kv_cache = True
+        self.table = executor.info.table
+        self.weight_bytes = executor.info.weight_bytes
+        self.kv_cache_bytes = executor.info.kv_cache_bytes
         self.stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
-        blocks = BlockManager(self.pipeline.num_blocks, block_size)
+        device = torch.device(config.device or "cpu")
+        blocks = BlockManager(executor.info.num_blocks, ops.backend(device).BLOCK)
         blocks.reset_prefix_cache(self._salt())
-        self._depth = 2 if config.overlaps else config.num_batches
-        limits = config.max_num_seqs, config.max_num_batched_tokens, config.num_batches
-        self.scheduler = Scheduler(blocks, *limits, config.overlaps)
-        self.requests: dict[str, Request] = {}
-        self.failure: str | None = None
-        self.paused = False  # heeded by who steps the engine
-        for peer in self.pipeline.remote:
-            peer.on_lost = functools.partial(self._lose, peer.name)
-        self._progressed: dict[str, Request] = {}
-        self._flights: deque[list[Draw]] = deque()
+        self.capacity = blocks.num_blocks * blocks.block_size
+        self.scheduler = Scheduler(
+            blocks, config.max_num_seqs, config.max_num_batched_tokens, config.num_batches, config.overlaps
+        )
+        self.planner = Planner(load_config(path), device)
+        self._steps: deque[Step] = deque()  # under way, oldest first
+        self._max_steps = 2 if config.overlaps else config.num_batches
         self._next_seq_id = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
-
-    @property
-    def runner(self):
-        """The model of the first stage, here."""
-        return self.pipeline.first.runner
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that the engine takes in a weight group."""
-        return self.config.pipeline_parallel_size
-
-    def _lose(self, name: str) -> None:
-        self.failure = self.failure or f"{name} died"
-
-    def pause(self, paused: bool) -> None:
-        self.paused = paused
-
-    def wake(self) -> None:
-        """Of no effect: its steps wait for no news."""
-
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def check_fits(self, request: Request) -> None:
+        """Raise ValueError where the KV cache could never hold one of the request's samples."""
         request.samples[0].check_fits(self.capacity)
 
-    def submit(self, request: Request) -> None:
-        """Starts a request; one that has tokens already goes on from them."""
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Its first sample computes the prompt; the others start from that one's KV."""
         for sample in request.samples:
-            sample.seq_id, self._next_seq_id = self._next_seq_id, self._next_seq_id + 1
+            sample.seq_id = self._next_seq_id
+            self._next_seq_id += 1
         request.num_scores_due = len(request.prompt_scores)
-        todo = [s for s in request.samples if s.finish_reason is None]
-        leader, *siblings = todo
-        if not any(s.sampled for s in todo):
-            leader.siblings, todo = list(siblings), [leader]
-        for sample in todo:
-            self.scheduler.add(sample)
+        unfinished = [s for s in request.samples if s.finish_reason is None]
+        if any(s.sampled for s in unfinished):  # it comes from another replica
+            for sample in unfinished:
+                self.scheduler.add(sample)
+        else:
+            leader = unfinished[0]
+            leader.siblings = [*unfinished[1:]]
+            self.scheduler.add(leader)
         self.requests[request.request_id] = request
 
-    def end(self, request: Request, reason: str, detail: str | None = None) -> None:
-        """Ends all samples of a request that are still unfinished."""
+    def abort_request(self, request_id: str) -> bool:
+        """End a request with finish_reason "abort". False if there is none of this id."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+        return request is not None
+
+    def _end(self, request: Request, reason: str, detail: str | None = None) -> None:
+        """End all samples of a request that are still unfinished."""
         unstarted = {s.seq_id for sample in request.samples for s in sample.siblings}
         for sample in request.samples:
             sample.siblings = []
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sample.finish_reason, sample.stop_reason = reason, detail
-                if sample.seq_id not in unstarted:
-                    self.scheduler.finish(sample)
+        for sample in request.finish(reason, detail):
+            if sample.seq_id not in unstarted:
+                self.scheduler.finish(sample)
         del self.requests[request.request_id]
-        self._progressed[request.request_id] = request
-
-    def take_progress(self) -> list[Request]:
-        """The requests that got a token or ended since the last call."""
-        progressed, self._progressed = self._progressed, {}
-        return list(progressed.values())
+        self.outbox[request.request_id] = request
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        """Can it step: has it KV memory and weights?"""
-        return self.has_weights and self.has_kv_cache and self.failure is None
+    def num_steps_in_flight(self) -> int:
+        """Steps that were submitted and whose tokens haven't been taken."""
+        return len(self._steps)
 
     def step(self) -> None:
-        """Starts as many steps as may be under way, and takes the oldest one's tokens."""
+        """Submit as many steps as may be under way, then take the oldest one's tokens."""
         start = time.perf_counter()
         if self.failure is not None:
             raise WorkerError(f"the pipeline is broken ({self.failure}); make a new engine")
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
         with deferred_interrupt():  # state changes whole steps at a time
-            while len(self._flights) < self._depth and self._submit_step():
+            while len(self._steps) < self._max_steps and self._submit():
                 pass
-            if self._flights:
+            if self._steps:
                 self._collect()
             self._step_seconds += time.perf_counter() - start
 
-    def _submit_step(self) -> bool:
+    def _submit(self) -> bool:
+        """Schedule and start a step. False if there is nothing to compute now."""
         batch = self.scheduler.schedule()
         if not batch.sequences:
             return False
         plan, draws = self.planner.plan(batch, self.scheduler.block_copies)
         try:
-            self.pipeline.submit(plan)
+            result = self.executor.submit(plan)
         except torch.OutOfMemoryError as error:
-            if self.pipeline.remote:
+            if not self.executor.is_local:
                 self.failure = f"a stage ran out of memory: {error}"
                 raise
-            self._make_do(batch, error)
+            self._shrink(batch, error)
             return self.scheduler.has_work
         except BaseException as error:
-            if self.pipeline.remote:  # other stages have the plan, and would pair it with the next one's hidden states
+            if not self.executor.is_local:  # other stages have the plan, and would pair it with the next hidden states
                 self.failure = f"{type(error).__name__}: {error}"
             raise
-        self.scheduler.block_copies.clear()
-        self.scheduler.advance(batch)
-        for seq in batch.sequences:
-            if seq.num_cached_tokens == seq.num_tokens:  # its next token is in the results
-                self.scheduler.fork(seq)
+        self.scheduler.postprocess(batch)
         for i, draw in enumerate(draws):
             if draw.target < 0:
-                draw.sample.num_pending, draw.sample.pending_draw = draw.sample.num_pending + 1, i
+                draw.sample.num_pending += 1
+                draw.sample.pending_draw = i
             else:
                 draw.sample.request.num_scores_due += 1
-        self._flights.append(draws)
+        self._steps.append(Step(draws, result))
         return True
 
-    def _make_do(self, batch: Batch, error: Exception) -> None:
-        """After a step that ran out of memory: smaller ones from now on; where none can be, the request ends."""
+    def _shrink(self, batch: Batch, error: Exception) -> None:
+        """Go on with smaller steps after one that ran out of memory; where none can be, end its request."""
         torch.cuda.empty_cache()
-        sequences, tokens, scheduler = batch.sequences, batch.num_tokens, self.scheduler
-        for seq in sequences:
-            seq.num_scheduled_tokens = 0
-        if tokens > len(sequences):
-            scheduler.max_num_batched_tokens = max(len(sequences), tokens // 2)
-        elif len(sequences) > 1:
-            scheduler.max_num_seqs = len(sequences) // 2
-            while len(scheduler.running) > scheduler.max_num_seqs:
-                scheduler.preempt_newest()
+        if self.scheduler.shrink(batch):
+            logger.warning(
+                "out of memory; from now on at most %d sequences and %d tokens a step",
+                self.scheduler.max_num_seqs,
+                self.scheduler.max_num_batched_tokens,
+            )
         else:
-            sample = sequences[0]
+            sample = batch.sequences[0]
             assert isinstance(sample, Sample)
-            self.end(sample.request, "error", f"out of memory: {error}")
-            return
-        limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        logger.warning("out of memory; from now on at most %d sequences and %d tokens a step", *limits)
+            self._end(sample.request, "error", f"out of memory: {error}")
 
     def _collect(self) -> None:
-        draws = self._flights.popleft()
+        step = self._steps.popleft()
         try:
-            tokens = self.pipeline.collect()
+            tokens = step.result.wait()
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
-        for draw, token in zip(draws, tokens, strict=True):
+        for draw, token in zip(step.draws, tokens, strict=True):
             self._receive(draw, token)
 
     def drain(self) -> None:
-        """Takes the tokens of all steps under way."""
-        while self._flights:
+        """Take the tokens of all steps under way."""
+        while self._steps:
             self._collect()
 
     def _receive(self, draw: Draw, token: SampledToken) -> None:
-        """One result of a step. What is wrong with a request ends that request alone."""
-        sample, request = draw.sample, draw.sample.request
+        """Give a token to its sample. What is wrong with a request ends that request alone."""
+        sample = draw.sample
+        request = sample.request
         if draw.target < 0:
             sample.num_pending -= 1
         if sample.finish_reason is not None:  # it was aborted, or failed on an earlier result of this step
             return
-        problem = "non-finite logits; check the weights" if math.isnan(token.logprob) else None
-        if problem is None and draw.target >= 0:
+        if math.isnan(token.logprob):
+            self._fail(request, "non-finite logits; check the weights")
+            return
+        if draw.target >= 0:
             request.prompt_scores.append(token)
             return
-        if problem is None:
-            sample.append(token, self.weight_version, draw.stale_kv)
-            self._generation_tokens += 1
-            try:
-                request.check_stop(sample, self.tokenizer)
-            except Exception as error:  # e.g. the tokenizer's
-                problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            logger.warning("request %s ends with an error: %s", request.request_id, problem)
-            self.end(request, "error", problem)
+        sample.append(token, self.weight_version, draw.stale_kv)
+        self._generation_tokens += 1
+        try:
+            request.check_stop(sample, self.tokenizer)
+        except Exception as error:  # e.g. the tokenizer's
+            self._fail(request, f"{type(error).__name__}: {error}")
             return
-        self._progressed[request.request_id] = request
+        self.outbox[request.request_id] = request
         if sample.finish_reason is not None:
             self.scheduler.finish(sample)
             if request.finished:
                 del self.requests[request.request_id]
 
+    def _fail(self, request: Request, problem: str) -> None:
+        logger.warning("request %s ends with an error: %s", request.request_id, problem)
+        self._end(request, "error", problem)
+
+    def pause(self, paused: bool) -> None:
+        """Set `paused`, which whoever steps the engine heeds."""
+        self.paused = paused
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def begin_weight_update(self) -> WeightUpdate | FanOutUpdate:
-        if len(self.pipeline.stages.members) == 1:
-            self.pipeline.first.begin_update()
-            return self.pipeline.first.update
-        return FanOutUpdate(self.pipeline.stages, self.table)
+    @property
+    def workers(self) -> Workers:
+        """The executor's workers."""
+        return self.executor
 
-    def commit_weight_update(self, update: WeightUpdate | FanOutUpdate, version: int, recompute_running: bool) -> None:
-        update.check_complete()
+    def begin_weight_update(self) -> WeightUpdate:
+        """Open an update of this replica's workers."""
+        return WeightUpdate(self.executor, self.table)
+
+    def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
+        """Put a complete update in force in all workers."""
+        update.prepare()
+        self.switch_weights(update.id, version, recompute_running, update.stored)
+        update.close()
+
+    def switch_weights(
+        self, update_id: str, version: int, recompute_running: bool, stored: StoredWeights | None
+    ) -> None:
+        """Put an update in force that all workers have prepared. stored: where its weights can be read again."""
         with deferred_interrupt():
             self.drain()
-            if isinstance(update, WeightUpdate):
-                self.pipeline.first.loader.switch(update)
-            else:
-                try:
-                    self.pipeline.stages.all("commit_update")
-                except Exception as error:  # half of the stages have new weights
+            try:
+                self.executor.collective_rpc("commit_update", update_id)
+            except Exception as error:
+                if not self.executor.is_local:  # some stages have new weights, and others old ones
                     self.failure = f"{type(error).__name__}: {error}"
-                    raise
-            self.weight_version, self.has_weights, self.stored = version, True, update.stored
-            keep = () if recompute_running else [r for r in self.requests.values() if not r.partly_scored]
-            self.scheduler.preempt_all(self._salt(), {s.seq_id for r in keep for s in r.samples})
-            for request in self.requests.values():
-                if request.partly_scored:
-                    request.prompt_scores, request.num_scores_due = [], 0
+                raise
+            self.weight_version = version
+            self.has_weights = True
+            self.stored = stored
+            self._invalidate_kv(recompute_running)
 
-    def adopt(self, version: int, stored: StoredWeights | None) -> None:
-        """Names the weights that are to come, while there are none."""
-        self.weight_version, self.stored = version, stored
+    def _invalidate_kv(self, recompute_running: bool) -> None:
+        """Recompute what older weights computed, but the KV of requests that keep theirs."""
+        kept = []
+        if not recompute_running:
+            kept = [r for r in self.requests.values() if not r.partly_scored]
+        self.scheduler.preempt_all(self._salt(), {s.seq_id for r in kept for s in r.samples})
+        for request in self.requests.values():
+            if request.partly_scored:
+                request.prompt_scores = []
+                request.num_scores_due = 0
+
+    def assume_version(self, version: int, stored: StoredWeights | None) -> None:
+        """Name the weights that are to come to an engine that has none."""
+        self.weight_version = version
+        self.stored = stored
         self.reset_prefix_cache()
 
-    settled = True  # nothing has to come up before an update can begin
-
-    def members(self) -> FanOut:
-        """Who takes part in a weight group."""
-        return self.pipeline.stages
-
-    def leave_weight_group(self, name: str) -> bool:
-        return self.pipeline.stages.leave(name)
-
-    def has_weight_group(self, name: str) -> bool:
-        own = [s.groups.get(name) for s in self.pipeline.local]
-        return name in self.pipeline.stages.group_names and all(g is not None and g.usable for g in own)
-
     def weight_checksums(self) -> dict[str, str]:
+        """A hash of each tensor's bytes, by name."""
         found: dict[str, str] = {}
-        for hashes in self.pipeline.stages.all("checksums", timeout=self.config.start_timeout):
+        for hashes in self.executor.collective_rpc("weight_checksums", timeout=self.config.start_timeout):
             found |= hashes
         return found
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Forget all cached prefixes; recompute the running requests' KV, too, where that is asked for."""
         if reset_running_requests:
             self.drain()
             self.scheduler.preempt_all(self._salt())
@@ -306,42 +294,52 @@ class EngineCore:
     def _salt(self) -> bytes:
         return self.weight_version.to_bytes(16, "little")
 
-    def release_memory(self, tags: Sequence[str]) -> int:
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> int:
+        """Free what the tags name and return the bytes freed."""
         freed = 0
         if "kv_cache" in tags and self.has_kv_cache:
             self.reset_prefix_cache(reset_running_requests=True)
-            self.pipeline.stages.all("free_kv_cache")
-            self.has_kv_cache, freed = False, self.kv_cache_bytes
+            self.executor.collective_rpc("free_kv_cache")
+            self.has_kv_cache = False
+            freed += self.kv_cache_bytes
         if "weights" in tags and self.has_weights:
             self.drain()
-            self.pipeline.stages.all("drop_weights")
-            self.has_weights, freed = False, freed + self.weight_bytes
+            self.executor.collective_rpc("drop_weights")
+            self.has_weights = False
+            freed += self.weight_bytes
         return freed
 
-    def _check_stored(self, stored: StoredWeights) -> None:
+    def wake_up(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take the memory again, and read dropped weights where they were read before."""
+        if "weights" in tags and not self.has_weights and self.stored is not None:
+            self._reload(self.stored)
+        if "kv_cache" in tags and not self.has_kv_cache:
+            self.executor.collective_rpc("take_kv_cache")
+            self.has_kv_cache = True
+
+    def _reload(self, stored: StoredWeights) -> None:
+        self._check_unchanged(stored)
+        update = self.begin_weight_update()
+        try:
+            update.load(stored.path)
+            self._check_unchanged(stored)
+            update.prepare()
+        except BaseException:
+            update.abort()
+            raise
+        self.executor.collective_rpc("commit_update", update.id)
+        self.has_weights = True
+
+    def _check_unchanged(self, stored: StoredWeights) -> None:
         if not stored.unchanged:
             raise WeightUpdateError(
                 f"the files in {stored.path} have changed since weight version {self.weight_version} was read from "
                 "them; update the weights to wake up"
             )
 
-    def wake_up(self, tags: Sequence[str]) -> None:
-        if "weights" in tags and not self.has_weights and self.stored is not None:
-            self._check_stored(self.stored)
-            stages, limit = self.pipeline.stages, self.config.start_timeout
-            stages.all("begin_update")
-            stages.all("load_update", str(self.stored.path), timeout=limit)
-            self._check_stored(self.stored)
-            stages.all("commit_update")
-            self.has_weights = True
-        if "kv_cache" in tags and not self.has_kv_cache:
-            self.pipeline.stages.all("take_kv_cache")
-            self.has_kv_cache = True
-
-    # --- the rest ---------------------------------------------------------------------------------------------------
-
     def stats(self) -> EngineStats:
-        blocks, counters = self.scheduler.blocks, asdict(self.scheduler.stats)
+        """Counters since the start, and the load now."""
+        blocks = self.scheduler.blocks
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -351,17 +349,9 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             step_seconds=self._step_seconds,
             weight_version=self.weight_version,
-            **counters,
+            **asdict(self.scheduler.stats),
         )
 
     def close(self) -> None:
-        """Ends the processes of other stages."""
-        self.pipeline.close()
-
-
-def max_model_len(path: pathlib.Path, config: EngineConfig) -> int:
-    """Most tokens of a sequence; ValueError where the setting exceeds the model's positions."""
-    limit = load_config(path).max_position_embeddings
-    if (config.max_model_len or 0) > limit:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {limit} positions")
-    return config.max_model_len or limit
+        """End the processes of other stages."""
+        self.executor.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -33,13 +33,9 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str,
-        check_fits: Callable[[Request], None],
-        cache: bool,
+        use_prefix_cache: bool,
     ) -> Request:
-        """A request of `params.n` samples; ValueError or TypeError if it can't be served.
-
-        check_fits: raises where the engine could never hold it. cache: use known prefixes.
-        """
+        """A request of `params.n` samples; ValueError or TypeError if it can't be served."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, cache_salt = self._token_ids(prompt)
@@ -60,11 +56,10 @@ class InputProcessor:
         max_tokens = min(params.max_tokens or room, room)
         if params.min_tokens > max_tokens:
             raise ValueError(f"min_tokens {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
-        cache = cache and params.prompt_logprobs is None
-        request.samples = [Sample(request, index, max_tokens, cache) for index in range(params.n)]
+        cached = use_prefix_cache and params.prompt_logprobs is None
+        request.samples = [Sample(request, index, max_tokens, cached) for index in range(params.n)]
         for sample in request.samples:
             sample.cache_salt = cache_salt
-        check_fits(request)
         return request
 
     def _check_ids(self, ids: list[int]) -> None:

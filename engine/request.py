@@ -75,9 +75,17 @@ class Request:
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.samples)
 
+    def finish(self, reason: str, detail: str | None = None) -> list[Sample]:
+        """Give all unfinished samples a finish_reason and its detail. Return these samples."""
+        unfinished = [s for s in self.samples if s.finish_reason is None]
+        for sample in unfinished:
+            sample.finish_reason = reason
+            sample.stop_reason = detail
+        return unfinished
+
     @property
     def due(self) -> bool:
-        """Does who asked want to hear of it now?"""
+        """True if the caller wants to hear of the request's progress now."""
         return self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
@@ -116,8 +124,8 @@ class Request:
             cut += len(string) if self.params.include_stop_str_in_output else 0
             sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
 
-    def output(self, tokenizer) -> RequestOutput:
-        """A snapshot, or what is new since the last one."""
+    def take_output(self, tokenizer) -> RequestOutput:
+        """A snapshot, or what is new since the last one, which then counts as told."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
         samples = [s for s in self.samples if not delta or s.news]
         scores = None if self.params.prompt_logprobs is None or self.partly_scored else self.prompt_scores

@@ -1,4 +1,4 @@
-"""Other programs' sides: rollout files and settings of other frameworks, and a trainer's client of `samebits serve`."""
+"""Bridges to other frameworks: their rollouts and settings, and an engine behind HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _HOMES = {"Client": "client", "RemoteEngine": "remote_engine", "ServerError": "c
 
 
 def __getattr__(name: str):
-    """Loads on first use: files and settings of others need none of them, and they need the extra `server`."""
+    """Load a public name on first use: the client needs the extra `server`, and the readers need nothing."""
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

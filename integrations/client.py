@@ -12,8 +12,15 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.transfer import DEFAULT_NAME, TensorSpec, WeightGroup, free_port, full_tensors, manifest_of
-from ..engine.weights import check_contract
+from ..engine.weights import (
+    DEFAULT_GROUP_NAME,
+    TensorSpec,
+    WeightGroup,
+    check_contract,
+    free_port,
+    full_tensors,
+    specs_of,
+)
 from ..kernels.contract import Contract
 
 BUCKET_BYTES = 64 * 2**20
@@ -107,7 +114,7 @@ class Client:
         if isinstance(source, nn.Module):
             check_contract(source, self.contract)
             source = source.state_dict()
-        return self.send_weights(manifest_of(source), full_tensors(source), version, address)
+        return self.send_weights(specs_of(source), full_tensors(source), version, address)
 
     def load_weights(self, folder: str | os.PathLike, version: int | str | None = None) -> int | str:
         """As `update_weights`, from a checkpoint directory that the server sees under the same absolute path."""
@@ -123,7 +130,7 @@ class Client:
         address: str | None = None,
     ) -> int | str:
         """As `update_weights`, for tensors that are made one after another."""
-        if self._group is None or not self._group.usable or DEFAULT_NAME not in self._groups():
+        if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in self._groups():
             self._group = self._join(address or self._own_address())
         body = {
             "names": [s.name for s in specs],
@@ -152,7 +159,7 @@ class Client:
         port, world = free_port(""), 1 + self.get("/get_world_size")["world_size"]
         where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
         with _Meanwhile(self.post, "/init_weights_update_group", where | {"backend": "gloo"}) as reply:
-            group = WeightGroup(address, port, 0, world, DEFAULT_NAME, timeout=self.timeout)
+            group = WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
         reply.result()
         return group
 

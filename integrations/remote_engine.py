@@ -8,8 +8,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..engine import RequestOutput, SamplingParams
-from ..engine.transfer import gathering, manifest_of
-from ..engine.weights import check_contract
+from ..engine.weights import check_contract, gathering, specs_of
 from ..model.checkpoint import resolve
 from ..trainer.fsdp import together
 from ..trainer.weight_sync import save_weights
@@ -72,7 +71,7 @@ class RemoteEngine:
     def _send(self, source: PreTrainedModel, version: int | None) -> int:
         state = source.state_dict()
         with gathering(state) as tensors:  # on all ranks
-            return int(self.client.send_weights(manifest_of(state), tensors, version)) if dist.get_rank() == 0 else 0
+            return int(self.client.send_weights(specs_of(state), tensors, version)) if dist.get_rank() == 0 else 0
 
     def sleep(self) -> int:
         """Frees the server's KV cache; rank 0 asks for it, when all have their rollouts."""

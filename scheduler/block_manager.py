@@ -8,15 +8,15 @@ from .sequence import Sequence
 
 
 class BlockManager:
-    """Who owns which KV block.
+    """The record of who owns which KV block.
 
     free (ref_count 0)                         in use (ref_count > 0)
     ├─ blank                                   ├─ private: the block that a sequence is writing
     └─ cached: full, found by its hash,        └─ published: full, found by its hash, shared, never written
        reused or evicted, oldest first
 
-    A block is published after its KV exists. Its hash chains over all tokens before it and is salted with the weight
-    version, so equal hash means equal KV, as bits.
+    A block is published (`cache_blocks`) after its KV exists. Its hash chains over all tokens before it and is salted
+    with the weight version, so equal hash means equal KV, as bits.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -28,30 +28,32 @@ class BlockManager:
         self.ref_count = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of eviction
 
     @property
     def num_free(self) -> int:
-        return len(self.free)
+        """Blocks that `allocate` could give out."""
+        return len(self.free_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def _hash(self, previous: bytes, token_ids: list[int]) -> bytes:
         return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16, key=self.salt).digest()
 
-    def _take(self, block: int) -> int:
-        """One more owner."""
+    def _share(self, block: int) -> int:
+        """Add an owner and return the block."""
         if self.ref_count[block] == 0:
-            del self.free[block]
+            del self.free_blocks[block]
         self.ref_count[block] += 1
         return block
 
     def _drop(self, block: int) -> None:
-        """One owner less; the last puts the block at the end of the eviction order."""
+        """Remove an owner; the last one puts the block at the end of the eviction order."""
         self.ref_count[block] -= 1
         if self.ref_count[block] == 0:
-            self.free[block] = None
+            self.free_blocks[block] = None
 
     def _forget(self, block: int) -> None:
         if (digest := self.hash_of[block]) is not None:
@@ -59,39 +61,42 @@ class BlockManager:
             self.hash_of[block] = None
 
     def _new_block(self) -> int:
-        block = next(iter(self.free))
+        block = next(iter(self.free_blocks))
         self._forget(block)
-        return self._take(block)
+        return self._share(block)
 
-    def attach_prefix(self, seq: Sequence) -> int:
-        """Gives a sequence without blocks the cached blocks of its longest known prefix; returns the tokens hit.
+    def match_prefix(self, seq: Sequence) -> int:
+        """Give a sequence without blocks the cached blocks of its longest known prefix; return the tokens hit.
 
         At least one token is left to compute: its hidden state gives the next token.
         """
         assert not seq.block_table and seq.num_cached_tokens == 0
         if seq.use_prefix_cache:
-            size, digest = self.block_size, seq.cache_salt
+            size = self.block_size
+            digest = seq.cache_salt
             for start in range(0, (seq.num_tokens - 1) // size * size, size):
                 digest = self._hash(digest, seq.token_ids[start : start + size])
                 block = self.block_of.get(digest)
                 if block is None:
                     break
-                seq.block_table.append(self._take(block))
+                seq.block_table.append(self._share(block))
                 seq.block_hashes.append(digest)
             seq.num_cached_tokens = len(seq.block_table) * size
         return seq.num_cached_tokens
 
-    def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Makes room for the sequence's first `num_tokens` tokens, or changes nothing and returns False."""
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Give a sequence blocks for its first `num_tokens` tokens, or change nothing and return False."""
         missing = self.blocks_for(num_tokens) - len(seq.block_table)
         if missing > self.num_free:
             return False
         seq.block_table.extend(self._new_block() for _ in range(missing))
         return True
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the full blocks whose KV exists findable, once all their tokens are known; a duplicate is swapped for
-        the block already known."""
+    def cache_blocks(self, seq: Sequence) -> None:
+        """Make a sequence's full blocks findable whose KV exists and whose tokens are known.
+
+        A duplicate is swapped for the block already known.
+        """
         if not seq.use_prefix_cache or seq.stale_kv:
             return
         size = self.block_size
@@ -99,22 +104,23 @@ class BlockManager:
             previous = seq.block_hashes[-1] if seq.block_hashes else seq.cache_salt
             digest = self._hash(previous, seq.token_ids[i * size : (i + 1) * size])
             seq.block_hashes.append(digest)
-            block, known = seq.block_table[i], self.block_of.get(digest)
+            block = seq.block_table[i]
+            known = self.block_of.get(digest)
             if known is None:
                 self.block_of[digest] = block
                 self.hash_of[block] = digest
             elif known != block:
-                seq.block_table[i] = self._take(known)
+                seq.block_table[i] = self._share(known)
                 self._drop(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Lets `child` start from all of `parent`'s KV: full blocks shared, the last partial one copied.
+        """Let `child` start from all of `parent`'s KV: full blocks shared, the last partial one copied.
 
         Returns (source, destination) of the copy, or None where no copy is needed. Needs one free block then.
         """
         assert not child.block_table and parent.num_cached_tokens == child.num_tokens
         full = parent.num_cached_tokens // self.block_size
-        child.block_table = [self._take(block) for block in parent.block_table[:full]]
+        child.block_table = [self._share(block) for block in parent.block_table[:full]]
         child.block_hashes = list(parent.block_hashes)
         child.num_cached_tokens = parent.num_cached_tokens
         child.stale_kv = parent.stale_kv
@@ -123,20 +129,22 @@ class BlockManager:
         child.block_table.append(self._new_block())
         return parent.block_table[full], child.block_table[-1]
 
-    def release(self, seq: Sequence) -> None:
-        """Takes all blocks from a sequence; later blocks are evicted before those that they build on."""
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks from a sequence; later blocks are evicted before those that they build on."""
         for block in reversed(seq.block_table):
             self._drop(block)
-        seq.block_table, seq.block_hashes, seq.num_cached_tokens = [], [], 0
+        seq.block_table = []
+        seq.block_hashes = []
+        seq.num_cached_tokens = 0
 
     def reset_prefix_cache(self, salt: bytes) -> None:
-        """Forgets every hash; blocks in use stay with their owners but are found no more."""
+        """Forget every hash; blocks in use stay with their owners but are found no more."""
         for block in range(self.num_blocks):
             self._forget(block)
         self.salt = salt
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Asserts the invariants that tie blocks to the sequences that hold them."""
+        """Assert the invariants that tie blocks to the sequences that hold them."""
         owners = [0] * self.num_blocks
         for seq in sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
@@ -146,6 +154,6 @@ class BlockManager:
                 written = i >= seq.num_cached_tokens // self.block_size
                 assert not written or self.ref_count[block] == 1, f"{seq} writes shared block {block}"
         assert owners == self.ref_count, "reference counts differ from the tables"
-        assert set(self.free) == {b for b in range(self.num_blocks) if owners[b] == 0}, "free list differs"
+        assert set(self.free_blocks) == {b for b in range(self.num_blocks) if owners[b] == 0}, "free list differs"
         assert all(self.hash_of[b] == h for h, b in self.block_of.items()), "hash index differs"
         assert sum(h is not None for h in self.hash_of) == len(self.block_of), "hash index differs"

@@ -13,6 +13,8 @@ _arrival = attrgetter("seq_id")
 
 @dataclass
 class SchedulerStats:
+    """Counts of tokens, preemptions and steps since the start."""
+
     prompt_tokens_computed: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
@@ -21,12 +23,13 @@ class SchedulerStats:
 
 @dataclass
 class Batch:
-    """What one step computes: for each sequence, `num_scheduled_tokens` from `num_cached_tokens` on."""
+    """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on."""
 
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes."""
         return sum(seq.num_scheduled_tokens for seq in self.sequences)
 
 
@@ -63,16 +66,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """True if a sequence runs or waits."""
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence; its siblings start when its prompt's KV exists."""
+        """Queue a sequence; its siblings start when its prompt's KV exists."""
         seq.check_fits(self.blocks.num_blocks * self.blocks.block_size)
         insort(self.waiting, seq, key=_arrival)
 
     def schedule(self) -> Batch:
-        """The next step. Empty only if there is no work, or all of it awaits a token."""
-        batch, budget = Batch(), self.max_num_batched_tokens
+        """Return the next step's batch. It is empty only if there is no work, or all of it awaits a token."""
+        batch = Batch()
+        budget = self.max_num_batched_tokens
         busy = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         share = -(-busy // self.batches_in_flight)  # or the first batch would take all sequences
         preempted = False
@@ -82,7 +87,7 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for an older one, just now
                 continue
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
-            while not self.blocks.grow(seq, seq.num_cached_tokens + tokens):
+            while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 preempted = True
                 self.preempt_newest()
                 if seq.status is not SequenceStatus.RUNNING:
@@ -93,10 +98,10 @@ class Scheduler:
             seq = self.waiting[0]
             if seq.num_pending or len(batch.sequences) == share:
                 break
-            hit = self.blocks.attach_prefix(seq)
+            hit = self.blocks.match_prefix(seq)
             tokens = min(seq.num_tokens - hit, budget)
-            if not self.blocks.grow(seq, hit + tokens):
-                self.blocks.release(seq)
+            if not self.blocks.allocate(seq, hit + tokens):
+                self.blocks.free(seq)
                 break
             self.waiting.pop(0)
             seq.status = SequenceStatus.RUNNING
@@ -104,12 +109,13 @@ class Scheduler:
             self.stats.prefix_hit_tokens += hit
             seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
-        late = any(s.num_pending for s in (*self.running, *self.waiting))
-        assert batch.sequences or late or not self.has_work, "nothing scheduled though there is work"
+        if not batch.sequences:
+            late = any(s.num_pending for s in (*self.running, *self.waiting))
+            assert late or not self.has_work, "nothing scheduled though there is work"
         return batch
 
     def _waits(self, seq: Sequence) -> bool:
-        """For a token under way: because it is the last one, or has to be known."""
+        """True if a token under way is the sequence's last one, or has to be known first."""
         last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
         return seq.num_pending > 0 and (last or not self.async_scheduling)
 
@@ -120,7 +126,7 @@ class Scheduler:
         return tokens
 
     def preempt_newest(self) -> None:
-        """Takes all KV from the newest running sequence, which starts over later."""
+        """Take all KV from the newest running sequence, which starts over later."""
         self.stats.preemptions += 1
         self._preempt(self.running[-1])
 
@@ -132,26 +138,37 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
         queue.remove(seq)
-        self.blocks.release(seq)
+        self.blocks.free(seq)
         seq.num_scheduled_tokens = 0
         seq.stale_kv = False
 
-    def advance(self, batch: Batch) -> None:
-        """The step's KV exists, for all steps after it: moves the counters and publishes full blocks."""
+    def postprocess(self, batch: Batch) -> list[Sequence]:
+        """Record that a step was submitted: its KV exists for all steps after it, and its block copies are done.
+
+        Moves the counters, publishes full blocks and starts the siblings of prompts that are complete. Returns the
+        sequences that sample a token in this step, each followed by its siblings.
+        """
+        self.block_copies.clear()
         self.stats.steps += 1
         for seq in batch.sequences:
             prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
             self.stats.prompt_tokens_computed += min(seq.num_scheduled_tokens, prompt_left)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            self.blocks.publish(seq)
+            self.blocks.cache_blocks(seq)
+        sampling: list[Sequence] = []
+        for seq in batch.sequences:
+            if seq.num_cached_tokens == seq.num_tokens:
+                sampling += [seq, *self._fork(seq)]
+        return sampling
 
-    def fork(self, seq: Sequence) -> list[Sequence]:
-        """Starts the siblings of a sequence whose prompt's KV exists, before it grows. Returns them.
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """Start the siblings of a sequence whose prompt's KV exists, before it grows. Return them.
 
         Where sequences or blocks are short, a sibling waits like any other and finds the prompt in the prefix cache.
         """
-        siblings, seq.siblings = seq.siblings, []
+        siblings = seq.siblings
+        seq.siblings = []
         for sibling in siblings:
             if len(self.running) < self.max_num_seqs and self.blocks.num_free:
                 copy = self.blocks.fork(seq, sibling)
@@ -163,14 +180,31 @@ class Scheduler:
                 insort(self.waiting, sibling, key=_arrival)
         return siblings
 
+    def shrink(self, batch: Batch) -> bool:
+        """Take back a batch that ran out of memory, and lower the limits of those to come.
+
+        False if the batch is a single token of a single sequence: nothing smaller can be scheduled.
+        """
+        sequences = batch.sequences
+        tokens = batch.num_tokens
+        for seq in sequences:
+            seq.num_scheduled_tokens = 0
+        if tokens > len(sequences):
+            self.max_num_batched_tokens = max(len(sequences), tokens // 2)
+        elif len(sequences) > 1:
+            self.max_num_seqs = len(sequences) // 2
+            while len(self.running) > self.max_num_seqs:
+                self.preempt_newest()
+        return tokens > 1
+
     def finish(self, seq: Sequence) -> None:
-        """Removes a sequence, finished or aborted; its full blocks stay findable."""
-        self.blocks.publish(seq)
+        """Remove a sequence, finished or aborted; its full blocks stay findable."""
+        self.blocks.cache_blocks(seq)
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
 
     def preempt_all(self, salt: bytes, keep: Set[int] = frozenset()) -> None:
-        """New weights: no KV is valid any more; running sequences start over from their tokens.
+        """Forget all KV, since the weights are new; running sequences start over from their tokens.
 
         Those whose ids are in `keep` go on from the KV that they have, which is then stale.
         """
@@ -184,7 +218,7 @@ class Scheduler:
         self.blocks.reset_prefix_cache(salt)
 
     def check(self) -> None:
-        """Asserts the scheduler's invariants; for tests and debugging."""
+        """Assert the scheduler's invariants; for tests and debugging."""
         for queue, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
             assert all(seq.status is status for seq in queue), f"{status.name} queue holds another status"
             ids = [seq.seq_id for seq in queue]

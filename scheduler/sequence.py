@@ -4,19 +4,22 @@ from enum import Enum, auto
 
 
 class SequenceStatus(Enum):
+    """Where a sequence stands: in a queue of the scheduler, or done."""
+
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
 class Sequence:
-    """One sample being generated. Three counters say everything; there are no phases:
+    """One sample being generated. Three counters say what is to be computed; there are no phases:
 
         0 ........ num_cached_tokens ........ + num_scheduled_tokens ........ num_tokens
         | KV exists                 | computed by this step         | still to compute  |
 
     Prefix hit, chunk, decode and recompute all mean "compute `num_scheduled_tokens` from `num_cached_tokens` on".
-    The step that reaches `num_tokens` samples the next token.
+    The step that reaches `num_tokens` samples the next token. With several steps under way, `num_tokens` counts the
+    `num_pending` tokens that they sample, though their ids are not known yet.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []  # chained, one a published block
+        self.block_hashes: list[bytes] = []  # chained, one per published block
         self.cache_salt = b""  # sequences share KV only with those of the same salt
         self.num_prefix_hit: int | None = None  # tokens, when it was first admitted
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
@@ -47,29 +50,32 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of prompt and completion, those under way included."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_completion_tokens(self) -> int:
+        """Tokens sampled and known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:
+        """The tokens sampled and known."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def scheduled_token_ids(self) -> list[int]:
-        """One that the step before this one samples, in its draw i, is -1 - i."""
+        """The tokens that this step computes; one that the step before it samples as its draw i is -1 - i."""
         known = self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
         return known if len(known) == self.num_scheduled_tokens else [*known, -1 - self.pending_draw]
 
     @property
     def samples_now(self) -> bool:
-        """Does the scheduled step reach the last token, so that the next one is sampled?"""
+        """True if the scheduled step reaches the last token, so that the next one is sampled."""
         return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
 
     def check_fits(self, capacity: int) -> None:
-        """ValueError if the sequence could ever outgrow a KV cache of so many tokens."""
+        """Raise ValueError if the sequence could ever outgrow a KV cache of `capacity` tokens."""
         if self.num_prompt_tokens + self.max_tokens - 1 > capacity:  # the last token's KV is never needed
             raise ValueError(
                 f"prompt of {self.num_prompt_tokens} tokens + max_tokens {self.max_tokens} can't fit the KV cache of "

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from .. import __version__
 from ..engine import LLM, WeightUpdateError
-from ..engine.transfer import TransferError
+from ..engine.weights import TransferError
 from ..kernels.contract import NumericsError
 from . import control, openai, sglang, sglang_control
 from .async_engine import AsyncEngine, GenerationError, UnavailableError

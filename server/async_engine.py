@@ -133,6 +133,7 @@ class AsyncEngine:
                 self._fail_all(error)
 
     def _turn(self) -> None:
+        self.llm.engine.poll()
         self._take_commands(wait=not self._has_work())
         if self._stopping:
             return
@@ -173,7 +174,7 @@ class AsyncEngine:
     def _command(self, function: Callable[[], object]) -> None:
         """Has the engine's thread run it between two steps."""
         self._commands.put(function)
-        self.llm.core.wake()
+        self.llm.engine.wake()
 
     def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
         """Runs function(llm) in the engine's thread between two steps."""
@@ -306,7 +307,7 @@ class AsyncEngine:
             await self._idle.wait()
         self.paused.set()
         self.pause_mode = mode
-        await self.call(lambda llm: llm.core.pause(True))
+        await self.call(lambda llm: llm.engine.pause(True))
         if mode == "retract":
             await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
 
@@ -314,7 +315,7 @@ class AsyncEngine:
         self.pause_mode = None
         self.refusal = "the server is shutting down" if self.draining else None
         self.paused.clear()
-        await self.call(lambda llm: llm.core.pause(False))
+        await self.call(lambda llm: llm.engine.pause(False))
 
     async def drain(self, deadline: float) -> None:
         """Takes no more requests; lets the rest finish for `deadline` seconds, then aborts it."""

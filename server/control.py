@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from ..engine.transfer import DEFAULT_NAME, parse_manifest
+from ..engine.weights import DEFAULT_GROUP_NAME, parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, service
 from .sglang_control import InitGroupBody, done
@@ -30,7 +30,7 @@ class UpdateInfo(Body):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    group_name: str = DEFAULT_NAME
+    group_name: str = DEFAULT_GROUP_NAME
     bucket_bytes: int | None = None
 
 
@@ -115,7 +115,7 @@ async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
 
 @control.post("/shutdown_weight_transfer_engine")
 async def shutdown_weight_transfer_engine(http: Request):
-    await service(http).updates.leave(DEFAULT_NAME)
+    await service(http).updates.leave(DEFAULT_GROUP_NAME)
     return done("left the weight group")
 
 
@@ -135,7 +135,7 @@ async def update_weights(body: UpdateBody, http: Request):
     if body.update_info is None:
         return done(await updates.load(body.weight_dir or "", _label(body.weight_version)))
     info = body.update_info
-    manifest = parse_manifest(info.names, info.dtype_names, info.shapes)
+    manifest = parse_specs(info.names, info.dtype_names, info.shapes)
     return done(await updates.receive(info.group_name, manifest, info.bucket_bytes, _label(body.weight_version)))
 
 
@@ -159,7 +159,7 @@ async def update_weight_version(body: VersionBody, http: Request):
 @router.get("/weight_info")
 async def weight_info(http: Request):
     server = service(http)
-    groups = [name for name in server.updates.groups if server.llm.has_weight_group(name)]
+    groups = [name for name in server.updates.groups if server.llm.worker_engine.workers.has_weight_group(name)]
     return reply({
         "weight_version": server.updates.label,
         "updates": server.llm.weight_version,
@@ -249,7 +249,7 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "tp_size": 1,
         "pp_size": config.pipeline_parallel_size,
         "dp_size": config.replicas,
-        "max_total_num_tokens": llm.core.capacity,
+        "max_total_num_tokens": llm.engine.capacity,
         "max_running_requests": config.max_num_seqs * config.replicas,
         "context_length": llm.max_model_len,
         "weight_version": server.updates.label,

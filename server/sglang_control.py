@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from ..engine.transfer import DEFAULT_NAME, WHOLE, parse_manifest
+from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import Service, service
 
@@ -43,19 +43,19 @@ class InitGroupBody(Body):
     master_port: int | str
     rank_offset: int
     world_size: int
-    group_name: str = DEFAULT_NAME
+    group_name: str = DEFAULT_GROUP_NAME
     backend: str = "nccl"
 
 
 class GroupBody(Body):
-    group_name: str = DEFAULT_NAME
+    group_name: str = DEFAULT_GROUP_NAME
 
 
 class FromDistributedBody(_UpdateBody):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = DEFAULT_NAME
+    group_name: str = DEFAULT_GROUP_NAME
     load_format: Literal["flattened_bucket"] | None = None
     bucket_bytes: int | None = Field(
         default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
@@ -148,7 +148,7 @@ async def destroy_weights_update_group(http: Request, body: GroupBody | None = N
 async def update_weights_from_distributed(body: FromDistributedBody, http: Request):
     """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
     server = service(http)
-    manifest = parse_manifest(body.names, body.dtypes, body.shapes)
+    manifest = parse_specs(body.names, body.dtypes, body.shapes)
     await _before(server, body)
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
     return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.label))

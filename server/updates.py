@@ -9,19 +9,16 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
-from ..engine.distributed.fan_out import FanOutUpdate
-from ..engine.transfer import TensorSpec
+from ..engine.weights import DEFAULT_LABEL, TensorSpec
 from .async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-DEFAULT_LABEL = "default"
 MAX_LABELS = 1024  # more versions than the tokens of running requests can be of
 
 
@@ -55,7 +52,7 @@ class WeightUpdates:
         self.engine, self.timeout = engine, timeout
         self.labels = VersionLabels()
         self.groups: set[str] = set()  # names of those that were joined
-        self.pending: WeightUpdate | FanOutUpdate | None = None
+        self.pending: WeightUpdate | None = None
         self._explicit = False  # begun by the client, who will also say when it ends
         self._label: str | None = None
         self._busy = asyncio.Lock()
@@ -76,17 +73,8 @@ class WeightUpdates:
             self._forget()
             self.pending, self._explicit = await self._begin(), True
 
-    async def _begin(self) -> WeightUpdate | FanOutUpdate:
-        await self._settled()
+    async def _begin(self) -> WeightUpdate:
         return await self.engine.call(lambda llm: llm.begin_weight_update())
-
-    async def _settled(self) -> None:
-        """Waits for replicas that start: they are to take part."""
-        deadline = time.monotonic() + self.timeout
-        while not await self.engine.call(lambda llm: llm.core.settled):
-            if time.monotonic() > deadline:
-                raise ConflictError(f"a replica is starting, for more than {self.timeout:g} s")
-            await asyncio.sleep(0.1)
 
     async def finish(self, label: str | None = None) -> None:
         async with self._exclusively():
@@ -114,12 +102,12 @@ class WeightUpdates:
     ) -> str:
         """Receives a manifest's tensors over a group: all, or a part of an update. Returns what was done."""
         async with self._exclusively():
-            if not self.engine.llm.has_weight_group(group_name):
+            if not self.engine.llm.worker_engine.workers.has_weight_group(group_name):
                 raise ConflictError(
                     f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
                 )
 
-            def receive(update: WeightUpdate | FanOutUpdate) -> None:
+            def receive(update: WeightUpdate) -> None:
                 try:
                     update.check(manifest)
                 except WeightUpdateError:
@@ -129,7 +117,7 @@ class WeightUpdates:
 
             return await self._load(receive, label)
 
-    async def _load(self, load: Callable[[WeightUpdate | FanOutUpdate], None], label: str | None) -> str:
+    async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
         self.pending = update = self.pending or await self._begin()
         self._label = label or self._label
         try:
@@ -145,23 +133,32 @@ class WeightUpdates:
         return f"version {self.label!r} is in force"
 
     async def _commit(self, label: str | None) -> None:
-        update, label = self.pending, label or self._label
+        update = self.pending
         assert update is not None
+        label = label or self._label
+        self.pending = None
+        self._forget()
         keep_kv = self.engine.pause_mode == "keep"
 
         def commit(llm: LLM) -> int:
-            update.check_complete()
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
             version = max(number, llm.weight_version + 1)
             self.labels.name(version, label or str(version))  # before any token can bear the number
             return llm.commit_weight_update(update, version, recompute_running=not keep_kv)
 
-        self._forget()
-        version = await self.engine.call(commit)
+        try:
+            version = await self.engine.call(commit)
+        except BaseException:
+            in_daemon_thread(update.abort)
+            raise
         logger.info("weight version %s (%r) is in force", version, self.label_of(version))
 
     def _forget(self) -> None:
-        self.pending, self._explicit, self._label = None, False, None
+        if self.pending is not None:
+            in_daemon_thread(self.pending.abort)
+        self.pending = None
+        self._explicit = False
+        self._label = None
 
     async def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str) -> None:
         """Joins a weight group; one of that name from before is left."""
@@ -169,9 +166,8 @@ class WeightUpdates:
             self._forget()
             await in_daemon_thread(self._leave, name)
             where = name, address, port, rank, world_size, backend, self.timeout
-            await self._settled()
-            members = await self.engine.call(lambda llm: llm.core.members())
-            await in_daemon_thread(members.join, *where)
+            workers = await self.engine.call(lambda llm: llm.worker_engine.workers)
+            await in_daemon_thread(workers.join_weight_group, *where)
             self.groups.add(name)
 
     async def leave(self, name: str) -> bool:
@@ -182,7 +178,7 @@ class WeightUpdates:
 
     def _leave(self, name: str) -> bool:
         self.groups.discard(name)
-        return self.engine.llm.leave_weight_group(name)
+        return self.engine.llm.worker_engine.workers.leave_weight_group(name)
 
     def close(self) -> None:
         """Leaves all groups, if that takes no time."""

@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # pytest's own processes share the core
 import pytest
 import torch
 
-from models import make_checkpoint
+from helpers.models import make_checkpoint
 
 
 def pytest_configure():

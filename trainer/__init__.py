@@ -1,7 +1,4 @@
-"""The trainer's side: the same model under FSDP2, the log-probs of its tokens, and its weights on their way.
-
-`samebits.trainer.rl` is a training loop on exact rollouts.
-"""
+"""The trainer's side: the same model under FSDP2 and the log-probs of its tokens; `trainer.rl` has a loop."""
 
 from ..model import exact_model
 from .fsdp import shard

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from ..engine import LLM, SamplingParams
 from ..engine.core import EngineCore
+from ..engine.executor import LocalExecutor
+from ..engine.model_runner import ModelRunner
 from ..kernels import ops
 from ..model import exact_model
 from ..model.exact import ExactLinear, ExactRMSNorm
@@ -85,7 +87,7 @@ def verify(
         kv_cache_memory_bytes=_kv_bytes(model, pool), skip_tokenizer_init=True,
     )  # fmt: skip
     if plant_fault is not None:
-        replace_op(_core(llm).runner.model, plant_fault)
+        replace_op(_runner(llm).model, plant_fault)
     rounds, first = [], None
     threads = torch.get_num_threads()
     try:
@@ -98,8 +100,8 @@ def verify(
             params = SamplingParams(
                 n=rng.choice((1, 2, 3)), max_tokens=longest // 2, seed=rng.randrange(2**32), **setting
             )
-            llm.scheduler.max_num_seqs = rng.choice((1, 3, 16))
-            llm.scheduler.max_num_batched_tokens = rng.choice((5, 17, 64, 512))
+            _core(llm).scheduler.max_num_seqs = rng.choice((1, 3, 16))
+            _core(llm).scheduler.max_num_batched_tokens = rng.choice((5, 17, 64, 512))
             torch.set_num_threads(rng.choice((1, threads)))
             this, found = _round(llm, model, prompts, params, label)
             rounds.append(this)
@@ -112,18 +114,22 @@ def verify(
 
 
 def _core(llm: LLM) -> EngineCore:
-    assert isinstance(llm.core, EngineCore)
-    return llm.core
+    assert isinstance(llm.engine, EngineCore)
+    return llm.engine
+
+
+def _runner(llm: LLM) -> ModelRunner:
+    executor = _core(llm).executor
+    assert isinstance(executor, LocalExecutor)
+    return executor.workers[0].runner
 
 
 def _kv_bytes(model, tokens: int) -> int:
-    from ..engine.model_runner import ModelRunner
-
     return ModelRunner.block_bytes(model) * -(-tokens // ops.backend(model.device).BLOCK)
 
 
 def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
-    before, schedule = llm.stats(), llm.scheduler
+    before, schedule = llm.stats(), _core(llm).scheduler
     outputs = llm.generate(prompts, params, use_tqdm=False)
     after = llm.stats()
     pairs = [(o.prompt_token_ids, c) for o in outputs for c in o.completions]
@@ -196,7 +202,7 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
         our_inputs, our_outputs = ours[name]
         if not _equal(our_outputs, outputs):
             if _equal(our_inputs, inputs):
-                return f"{name} ({type(_core(llm).runner.model.get_submodule(name)).__name__})"
+                return f"{name} ({type(_runner(llm).model.get_submodule(name)).__name__})"
             return f"{name.rpartition('.')[0]}, between {previous} and {name}"
         previous = name
     return "not reproduced by a single sequence: the difference depends on the batch"
@@ -204,19 +210,19 @@ def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int)
 
 def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """The engine's activations: a prefill of all tokens but the last, then a step of one token."""
-    _core(llm).runner.graphs = None  # a replay calls no module
+    _runner(llm).graphs = None  # a replay calls no module
     sample = llm.process(tokens, SamplingParams(max_tokens=1), "activations").samples[0]
-    blocks = llm.scheduler.blocks
-    if not blocks.grow(sample, len(tokens)):
+    blocks = _core(llm).scheduler.blocks
+    if not blocks.allocate(sample, len(tokens)):
         raise MemoryError("the KV pool is in use")
     try:
-        with _Recorder(_core(llm).runner.model) as recorder:
+        with _Recorder(_runner(llm).model) as recorder:
             for count in filter(None, (len(tokens) - 1, 1)):
                 sample.num_scheduled_tokens = count
-                _core(llm).runner.run(_core(llm).planner.plan(Batch([sample]), [])[0])
+                _runner(llm).run(_core(llm).planner.plan(Batch([sample]), [])[0])
                 sample.num_cached_tokens += count
     finally:
-        blocks.release(sample)
+        blocks.free(sample)
     return recorder.seen
 
 

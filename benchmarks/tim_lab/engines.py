@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from samebits import LLM, Completion, RequestOutput, SamplingParams
 from samebits.engine import VersionSpan
-from samebits.engine.transfer import full_tensors
+from samebits.engine.weights import full_tensors
 from samebits.integrations import RemoteEngine
 
 
@@ -50,7 +50,7 @@ class NoisyLogits(LLM):
             noise = torch.rand(logits.shape, generator=generator, dtype=logits.dtype)
             return logits + epsilon * (2 * noise - 1)
 
-        self.core.runner.model.get_output_embeddings().register_forward_hook(perturb)
+        self.engine.executor.workers[0].runner.model.get_output_embeddings().register_forward_hook(perturb)
 
 
 class VLLM:

@@ -1,5 +1,6 @@
-"""Reinforcement learning on exact rollouts: the loop, its configuration and losses, and verifiable tasks."""
+"""Reinforcement learning on exact rollouts: the loop, its tasks, losses and checkpoints."""
 
+from ...correction import contribution, policy_loss
 from .config import TrainConfig
 from .loop import Trainer
 from .losses import ALGORITHMS, advantages, reference_kl
@@ -13,7 +14,9 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "advantages",
+    "contribution",
     "make_task",
     "pack",
+    "policy_loss",
     "reference_kl",
 ]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from ...model import CheckpointError
-from ..durable import publish, sync
+from ..atomic import publish, sync
 from ..fsdp import together
 
 PREFIX, STATE = "step-", "trainer.json"

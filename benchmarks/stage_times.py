@@ -1,0 +1,37 @@
+"""The time of a decode step in a stage of a pipeline, for the benchmarks."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from samebits.engine.model_runner import Drawn, ModelRunner, Plan
+from samebits.kernels import ops
+
+
+def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7) -> float:
+    """Median time of a decode step of `seqs` sequences, of `context` tokens each, in a stage that isn't the first."""
+    model, config, kernels = runner.model, runner.model.config, ops.backend(runner.model.device)
+    pages = context // kernels.BLOCK + 1
+    positions = np.full(seqs, context, np.int32)
+    tables = np.arange(seqs * pages, dtype=np.int32)
+    starts = tables[::pages].copy()
+    slots = tables[starts + context // kernels.BLOCK] * np.int32(kernels.BLOCK) + positions % np.int32(kernels.BLOCK)
+    items = kernels.work_items([1] * seqs, config.num_attention_heads // config.num_key_value_heads)
+    layout = ops.PagedLayout([1] * seqs, positions, slots, tables, starts, items)
+    none = np.zeros(seqs, np.int64)
+    plan = Plan(
+        none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,
+        ops.RowParams.repeat(seqs), [-1] * seqs, [False] * seqs,
+    )  # fmt: skip
+    hidden = torch.randn(seqs, config.hidden_size).to(model.device, model.dtype)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        out = runner.run(plan, hidden)
+        if isinstance(out, Drawn):
+            out.wait()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[repeats // 2]

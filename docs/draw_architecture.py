@@ -1,0 +1,83 @@
+"""Draws docs/architecture.png: the packages by floor, and the processes of two replicas of two stages."""
+
+from __future__ import annotations
+
+import pathlib
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+FLOORS = [
+    ["cli"],
+    ["server", "integrations", "correction (alone)"],
+    ["trainer", "cluster"],
+    ["engine"],
+    ["scheduler", "model"],
+    ["kernels"],
+]
+INK, FILL, FRAME = "#22303c", "#e8eef4", "#7a8b99"
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str = FILL) -> None:
+    """Draw a room with its name."""
+    axes.add_patch(plt.Rectangle((x, y), width, height, facecolor=fill, edgecolor=FRAME))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=9, color=INK)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "", dx: float = 0.0) -> None:
+    """Draw an arrow and what goes along it."""
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": FRAME})
+    middle = (start[0] + end[0]) / 2 + dx, (start[1] + end[1]) / 2
+    axes.text(*middle, text, ha="center", va="center", size=7.5, color=INK, backgroundcolor="white")
+
+
+def packages(axes: Axes) -> None:
+    """Draw the floors; each imports only those below it."""
+    for number, floor in enumerate(FLOORS):
+        width = 9.0 / len(floor)
+        for i, name in enumerate(floor):
+            box(axes, 0.5 + i * width + 0.1, 9 - 1.6 * number, width - 0.2, 1.0, name)
+    for number in range(len(FLOORS) - 1):
+        arrow(axes, (5, 9 - 1.6 * number), (5, 8.4 - 1.6 * number))
+    axes.set_title("packages: imports go down", size=10, color=INK)
+
+
+def processes(axes: Axes) -> None:
+    """Draw two replicas of two stages."""
+    box(axes, 0.5, 7.6, 9, 2.2, "", "white")
+    axes.text(5, 9.5, "driver: your process", ha="center", size=9, color=INK)
+    box(axes, 0.9, 7.9, 2.4, 1.2, "LLM")
+    box(axes, 3.9, 7.9, 5.2, 1.2, "ReplicatedEngine")
+    arrow(axes, (3.3, 8.5), (3.9, 8.5))
+    for number, x in enumerate((0.5, 5.2)):
+        box(axes, x, 3.9, 4.3, 2.4, "", "white")
+        axes.text(x + 2.15, 6.02, f"actor: replica {number}", ha="center", size=9, color=INK)
+        box(axes, x + 0.2, 4.9, 3.9, 0.8, "EngineCore, Scheduler")
+        box(axes, x + 0.2, 4.05, 3.9, 0.7, "Worker: stage 0")
+        box(axes, x, 1.4, 4.3, 1.0, "actor: stage 1 (Worker)")
+        arrow(axes, (x + 1.2, 7.9), (x + 1.2, 6.3), "requests")
+        arrow(axes, (x + 3.1, 6.3), (x + 3.1, 7.9), "reports")
+        arrow(axes, (x + 1.2, 3.9), (x + 1.2, 2.4), "plans,\nhidden states")
+        arrow(axes, (x + 3.3, 2.4), (x + 3.3, 3.9), "tokens")
+    axes.text(5, 0.6, "requests, reports, calls: Ray    plans, hidden states, tokens, weights: torch.distributed",
+              ha="center", size=8, color=INK)  # fmt: skip
+    axes.set_title("processes: LLM(model, replicas=2, pipeline_parallel_size=2)", size=10, color=INK)
+
+
+def main() -> None:
+    """Write the figure beside this file."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
+    for axes in (left, right):
+        axes.set_xlim(0, 10)
+        axes.set_ylim(0, 10.4)
+        axes.axis("off")
+    packages(left)
+    processes(right)
+    figure.savefig(pathlib.Path(__file__).with_name("architecture.png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The border between the engine and its workers: in one process a method call; for more see `samebits.cluster`."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..kernels.contract import Contract
+from ..model.exact import load_config
+from ..model.stage import Layers, split_by_size
+from .config import EngineConfig
+from .model_runner import Drawn, Plan
+from .request import SampledToken
+from .weights import TensorSpec, WeightTable, Workers
+from .worker import Worker, WorkerInfo
+
+
+class WorkerError(RuntimeError):
+    """A worker process died, can't be reached, or didn't answer in time."""
+
+
+class StepResult(Protocol):
+    """The tokens of a step that is under way."""
+
+    def wait(self) -> list[SampledToken]:
+        """Return the tokens in the order of the step's draws, as soon as they are there."""
+
+
+class Executor(Workers, Protocol):
+    """Runs the model of one replica on its workers: the whole model in one, or a pipeline stage in each."""
+
+    info: ModelInfo
+
+    @property
+    def is_local(self) -> bool:
+        """True if all workers are in this process, so that a step which fails leaves nothing behind elsewhere."""
+
+    def submit(self, plan: Plan) -> StepResult:
+        """Start a step. Steps are computed in the order in which they are submitted."""
+
+    def close(self) -> None:
+        """End the workers' processes."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What an engine needs to know of the model that its workers hold. Bytes are those of all workers together.
+
+    stage_kv_bytes: the KV pool of the worker that has the largest. num_attention_groups: query heads per KV head.
+    """
+
+    contract: Contract | None
+    eos_token_ids: tuple[int, ...]
+    table: WeightTable
+    num_blocks: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    stage_kv_bytes: int
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerInfo]) -> ModelInfo:
+        """Combine what the workers of a replica say of themselves. NumericsError where their contracts differ.
+
+        The KV pool has as many blocks as the worker with the least room can hold.
+        """
+        contract = workers[0].contract
+        for info in workers[1:]:
+            if contract is not None and info.contract is not None:
+                contract.check(info.contract)
+        num_blocks = min(info.max_blocks for info in workers)
+        return cls(
+            contract=contract,
+            eos_token_ids=workers[-1].eos_token_ids,
+            table=WeightTable.union(info.table for info in workers),
+            num_blocks=num_blocks,
+            weight_bytes=sum(info.weight_bytes for info in workers),
+            kv_cache_bytes=num_blocks * sum(info.block_bytes for info in workers),
+            stage_kv_bytes=num_blocks * max(info.block_bytes for info in workers),
+        )
+
+
+class LocalExecutor:
+    """An `Executor` of workers in this process, one per pipeline stage, which compute one after the other.
+
+    sharers: workers, these and others, that share the memory of the device.
+    """
+
+    is_local = True
+
+    def __init__(self, path: pathlib.Path, config: EngineConfig, sharers: int = 1):
+        self.load_timeout = config.start_timeout
+        self.workers = [Worker(path, config, layers, sharers) for layers in stage_layers(path, config)]
+        self.info = ModelInfo.of([worker.info() for worker in self.workers])
+        self.collective_rpc("initialize_cache", self.info.num_blocks)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in a weight group, one per worker."""
+        return len(self.workers)
+
+    def submit(self, plan: Plan) -> Drawn:
+        """Compute a step. On a GPU its tokens may be on their way when this returns."""
+        out: Any = None
+        for worker in self.workers:
+            out = worker.execute_model(plan, out)
+        return out
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of every worker and return the results."""
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage (name, tensor) pairs in every worker."""
+        for pair in tensors:
+            self.collective_rpc("load_tensors", update_id, [pair])
+
+    def receive_tensors(self, update_id: str, group: str, specs: list[TensorSpec], bucket_bytes: int | None) -> None:
+        """Stage what rank 0 of a weight group broadcasts now."""
+        self.collective_rpc("receive_tensors", update_id, group, specs, bucket_bytes)
+
+    def join_weight_group(
+        self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
+    ) -> None:
+        """Make the workers ranks `rank`, `rank` + 1, ... of a weight group."""
+        for i, worker in enumerate(self.workers):
+            worker.join_weight_group(name, address, port, rank + i, world_size, backend, timeout)
+
+    def leave_weight_group(self, name: str) -> bool:
+        """Leave a group. True if there was one."""
+        return any(self.collective_rpc("leave_weight_group", name))
+
+    def has_weight_group(self, name: str) -> bool:
+        """True if there is a group of that name that could receive tensors now."""
+        return all(self.collective_rpc("has_weight_group", name))
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
+
+
+def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers | None]:
+    """The layers [from, to) of each pipeline stage, as the configuration says or by size; None: the whole model."""
+    if config.pipeline_parallel_size == 1:
+        return [None]
+    if config.stage_layers is None:
+        return [*split_by_size(path, config.pipeline_parallel_size)]
+    ends = [*itertools.accumulate(config.stage_layers)]
+    count = load_config(path).num_hidden_layers
+    if ends[-1] != count:
+        raise ValueError(f"stage_layers {list(config.stage_layers)} add up to {ends[-1]}; the model has {count}")
+    return [*zip([0, *ends[:-1]], ends, strict=True)]

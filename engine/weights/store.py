@@ -1,0 +1,180 @@
+"""A worker's side of an update: new tensors are staged beside those that serve, then switched all at once."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...kernels import ops
+from ...model.checkpoint import manifest
+from ...model.exact import all_finite
+from ...model.stage import shift_layer
+from .spec import TensorSpec, checksum, split_bucket
+from .table import WeightTable, WeightUpdateError
+
+
+class WeightStore:
+    """The tensors of a worker's model by their names in the whole model, and their replacement.
+
+    model: before its weights are packed. first_layer: the number in the whole model of its layer 0. whole: False for a
+    stage, which passes over tensors that are not its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, first_layer: int = 0, whole: bool = True):
+        self.whole = whole
+        self.dtype = model.dtype
+        self.device = model.device
+        self.recycled: dict[str, Any] = {}  # what the last update replaced: new memory costs as much as filling it
+        parameters = {shift_layer(n, first_layer): p for n, p in model.named_parameters(remove_duplicate=False)}
+        modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
+        first_names = {id(p): name for name, p in reversed(parameters.items())}
+        self.places: dict[
+            str, list[tuple[Any, str]]
+        ] = {}  # (module, attribute) of each use; under a tensor's first name
+        for name, p in parameters.items():
+            owner, _, leaf = name.rpartition(".")
+            self.places.setdefault(first_names[id(p)], []).append((modules[owner], leaf))
+        tied = {name: first_names[id(p)] for name, p in parameters.items() if first_names[id(p)] != name}
+        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied)
+        if model.config.tie_word_embeddings and model.get_output_embeddings() is None:
+            for second, name in model._tied_weights_keys.items():  # on another stage, and yet ours by either name
+                if name in parameters:
+                    self.table.tied[second] = name
+                    self.table.shapes[second] = self.table.shapes[name]
+
+    def owns(self, name: str) -> bool:
+        """True if the tensor belongs here; a whole model owns all, so that unknown names are errors."""
+        return self.whole or name in self.table.shapes
+
+    def specs(self) -> list[TensorSpec]:
+        """The specs of the tensors in force, tied ones once."""
+        return [TensorSpec(name, self.table.shapes[name], self.dtype) for name in self.places]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in force by name, as an update takes them; tied ones once."""
+        for name in self.places:
+            parts = list(self._parts(name))
+            yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def checksums(self) -> dict[str, str]:
+        """A hash of each tensor's bytes; tied tensors under their first name."""
+        return {name: checksum(self._parts(name)) for name in self.places}
+
+    def _parts(self, name: str) -> Iterator[Tensor]:
+        module, leaf = self.places[name][0]
+        if not is_packed(module, leaf):
+            yield getattr(module, leaf).detach()
+            return
+        for rows in torch.arange(module.packed.features).split(1024):
+            yield module.packed.rows(rows)
+
+    def switch(self, staged: StagedWeights) -> None:
+        """Put staged tensors in place of the old ones, whose memory the next update takes. Nothing can fail here."""
+        for name, new in staged.tensors.items():
+            for module, leaf in self.places[name]:
+                self._replace(name, module, leaf, new)
+        staged.tensors = {}
+
+    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | ops.PackedWeight) -> None:
+        packs = isinstance(new, ops.PackedWeight)
+        old = module.packed if packs else getattr(module, leaf).data
+        before = old.panels if packs else old
+        after = new.panels if isinstance(new, ops.PackedWeight) else new
+        if self.device.type == "cuda" and before.shape == after.shape:
+            before.copy_(after)  # CUDA graphs know the address
+            return
+        if before.shape == after.shape and before.data_ptr() != after.data_ptr():  # else a tied tensor brought it
+            self.recycled[name] = old
+        if packs:
+            module.packed = new
+        else:
+            getattr(module, leaf).data = new
+
+    def drop(self) -> None:
+        """Free all weights; only an update brings any back."""
+        self.recycled.clear()
+        for places in self.places.values():
+            for module, leaf in places:
+                if is_packed(module, leaf):
+                    module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
+                else:
+                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype, device=self.device)
+
+
+class StagedWeights:
+    """The new tensors of one update, in a worker's memory: checked, converted and packed as they come."""
+
+    def __init__(self, store: WeightStore):
+        self.store = store
+        self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
+        self.given: set[str] = set()
+        self._reading = threading.Lock()
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage (name, tensor) pairs. Raises WeightUpdateError; tensors of other stages are passed over."""
+        for name, tensor in pairs:
+            if self.store.owns(name):
+                self._add(name, tensor)
+
+    def load_directory(self, path: pathlib.Path) -> None:
+        """Stage the tensors of a checkpoint directory."""
+        self.load(self._from_directory(path))
+
+    def load_file(self, file: str, specs: Sequence[TensorSpec]) -> None:
+        """Stage the tensors whose bytes are in a file, one after the other; one file at a time, whoever asks."""
+        with self._reading:
+            self.load(split_bucket(torch.from_numpy(np.memmap(file, np.uint8, mode="c")), specs))
+
+    def check_complete(self) -> None:
+        """Raise WeightUpdateError where tensors of this worker are missing."""
+        self.store.table.check_complete(self.given)
+
+    def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+        entries = manifest(path)
+        for file in sorted({file for name, (*_, file) in entries.items() if self.store.owns(name)}):
+            with safe_open(file, framework="pt") as tensors:
+                sums = json.loads((tensors.metadata() or {}).get("checksums", "{}"))
+                for name in filter(self.store.owns, tensors.keys()):
+                    tensor = tensors.get_tensor(name)
+                    if name in sums and sums[name] != checksum([tensor]):
+                        raise WeightUpdateError(f"{file}: the bytes of tensor {name!r} are not those that were written")
+                    yield name, tensor
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        store = self.store
+        if name in self.given:
+            raise WeightUpdateError(f"tensor {name!r} was given twice")
+        store.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
+        if not all_finite(tensor):
+            raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
+        tensor = tensor.detach().to(store.device, store.dtype)
+        first = store.table.tied.get(name, name)
+        if first in self.tensors:
+            self._check_tied(name, tensor, self.tensors[first])
+        else:
+            memory = store.recycled.pop(first, None)
+            if any(is_packed(*place) for place in store.places[first]):
+                self.tensors[first] = ops.PackedWeight.pack(tensor, memory)
+            else:
+                self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
+        self.given.add(name)
+
+    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | ops.PackedWeight) -> None:
+        if isinstance(staged, ops.PackedWeight):
+            staged = staged.rows(torch.arange(staged.features, device=self.store.device))
+        if not torch.equal(staged, tensor):
+            raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
+
+
+def is_packed(module: nn.Module, leaf: str) -> bool:
+    """True where a module's parameter lives in its `packed` attribute instead."""
+    return leaf == "weight" and getattr(module, "packed", None) is not None

@@ -1,0 +1,130 @@
+"""One weight update: from a source to a checked stream of tensors, to all workers, in force everywhere or nowhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from ...kernels.contract import Contract
+from ...model.checkpoint import StoredWeights
+from .spec import TensorSpec, gathering, specs_of
+from .table import Source, WeightTable, WeightUpdateError, check_contract
+from .workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdate:
+    """New weights in the making, beside those that serve.
+
+    The verbs, in order: `load` or `receive`, in parts if you like, until nothing is `missing`; then
+    `LLM.commit_weight_update`, which calls `prepare` first; or `abort`. Any thread may load while the engine computes.
+    Several updates may be open, each is good for one commit; workers keep the newest few and forget older ones.
+
+    open: it was neither committed nor aborted. given: names of the tensors that all workers have. stored: the
+    checkpoint directory that it is, if it is one.
+    """
+
+    def __init__(self, workers: Workers, table: WeightTable):
+        self.id = uuid.uuid4().hex
+        self.workers = workers
+        self.table = table
+        self.open = True
+        self.given: set[str] = set()
+        self.stored: StoredWeights | None = None
+        workers.collective_rpc("begin_update", self.id)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the tensors still to come."""
+        return self.table.missing(self.given)
+
+    def check(self, specs: Iterable[TensorSpec], complete: bool = False) -> None:
+        """Raise the WeightUpdateError that tensors of these specs would cause, before any of them comes.
+
+        complete: must they be all that is missing?
+        """
+        names = set(self.given)
+        for spec in specs:
+            if spec.name in names:
+                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
+            self.table.check_spec(spec)
+            names.add(spec.name)
+        if complete:
+            self.table.check_complete(names)
+
+    def load(self, source: Source, contract: Contract | None = None) -> None:
+        """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
+
+        Raises WeightUpdateError when a tensor is missing (of a module or directory), unknown, given twice, of another
+        shape, of an unsupported dtype, or not finite; NumericsError when a module's contract isn't `contract` (None:
+        any module will do).
+        """
+        if isinstance(source, nn.Module):
+            self._load_module(source, contract)
+        elif isinstance(source, str | os.PathLike):
+            self._load_directory(pathlib.Path(source).absolute())
+        else:
+            self.stored = None
+            self.workers.send_tensors(self.id, self._checked(source))
+
+    def _load_module(self, module: nn.Module, contract: Contract | None) -> None:
+        if contract is not None:
+            check_contract(module, contract)
+        state = self.table.state_of(module)
+        self.check(specs_of(state), complete=True)
+        self.stored = None
+        with gathering(state) as tensors:
+            self.workers.send_tensors(self.id, self._checked(tensors))
+
+    def _load_directory(self, path: pathlib.Path) -> None:
+        """Workers read a directory by themselves."""
+        stored = StoredWeights.at(path)
+        self.table.check_directory(path)
+        if self.given:
+            raise WeightUpdateError(f"tensor {min(self.given)!r} was given twice: a directory brings all of them")
+        self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
+        if not stored.unchanged:
+            raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
+        self.given = set(self.table.shapes)
+        self.stored = stored
+
+    def _checked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs, each checked; a name counts as given when the next pair is asked for."""
+        for name, tensor in pairs:
+            if not isinstance(tensor, Tensor):
+                raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
+            if name in self.given:
+                raise WeightUpdateError(f"tensor {name!r} was given twice")
+            self.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
+            yield name, tensor
+            self.given.add(name)
+
+    def receive(self, group: str, specs: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
+        """Stage tensors that rank 0 of a weight group broadcasts now; each worker keeps what it needs."""
+        self.workers.receive_tensors(self.id, group, list(specs), bucket_bytes)
+        self.given |= {spec.name for spec in specs}
+        self.stored = None
+
+    def prepare(self) -> None:
+        """Raise unless every worker could put the update in force."""
+        self.table.check_complete(self.given)
+        self.workers.collective_rpc("prepare_update", self.id)
+
+    def close(self) -> None:
+        """Note that the update is over: it was committed or aborted."""
+        self.open = False
+        self.given = set()
+
+    def abort(self) -> None:
+        """Forget the update, and free what workers hold of it. Does nothing where they have none of it."""
+        self.close()
+        try:
+            self.workers.collective_rpc("abort_update", self.id)
+        except Exception as error:  # a worker that is gone holds nothing
+            logger.info("weight update %s: %s", self.id, error)

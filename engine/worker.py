@@ -1,0 +1,215 @@
+"""A worker: a slice of the model with its KV cache and its weights. What an engine asks of it, here or elsewhere."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from ..kernels.contract import Contract
+from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
+from ..model.stage import Layers, stage_model
+from .config import EngineConfig
+from .model_runner import Drawn, ModelRunner, Plan
+from .weights.group import WeightGroup
+from .weights.spec import TensorSpec
+from .weights.store import StagedWeights, WeightStore
+from .weights.table import WeightTable, WeightUpdateError
+
+MAX_OPEN_UPDATES = 4  # whose tensors a worker holds at a time
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker's description. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers."""
+
+    contract: Contract | None
+    eos_token_ids: tuple[int, ...]
+    table: WeightTable
+    weight_bytes: int
+    block_bytes: int
+    max_blocks: int
+
+
+class Worker:
+    """The whole model (layers=None), or the pipeline stage that holds its layers [from, to).
+
+    sharers: workers that share the memory of this one's device. Steps run in one thread at a time; the methods named in
+    `CONCURRENT` may run in others meanwhile.
+    """
+
+    CONCURRENT = frozenset({
+        "begin_update", "load_tensors", "load_file", "load_directory", "receive_tensors", "prepare_update",
+        "abort_update", "join_weight_group", "leave_weight_group", "has_weight_group", "send_weights", "take_weights",
+    })  # fmt: skip
+
+    def __init__(self, path: pathlib.Path, config: EngineConfig, layers: Layers | None = None, sharers: int = 1):
+        self.path = path
+        self.config = config
+        self.sharers = sharers
+        device = config.device or "cpu"
+        if layers is None:
+            self.model = exact_model(path, config.dtype, device, config.linear_route, config.exact)
+        else:
+            self.model = stage_model(path, config.dtype, device, layers, config.linear_route, config.exact)
+        self.store = WeightStore(self.model, 0 if layers is None else layers[0], layers is None)
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        self.runner: ModelRunner  # from `initialize_cache` on
+        self._updates: OrderedDict[str, StagedWeights] = OrderedDict()
+        self._groups: dict[str, WeightGroup] = {}
+
+    def info(self) -> WorkerInfo:
+        """Describe the worker and the room that it has for KV. ValueError or MemoryError where it has none."""
+        block_bytes = ModelRunner.block_bytes(self.model)
+        return WorkerInfo(
+            contract=contract_of(self.model) if self.config.exact else None,
+            eos_token_ids=eos_token_ids(self.model),
+            table=self.store.table,
+            weight_bytes=self.weight_bytes,
+            block_bytes=block_bytes,
+            max_blocks=self._max_blocks(block_bytes),
+        )
+
+    def _max_blocks(self, block_bytes: int) -> int:
+        if self.config.kv_cache_memory_bytes is not None:
+            if self.config.kv_cache_memory_bytes < block_bytes:
+                raise ValueError(f"kv_cache_memory_bytes is less than one block of {block_bytes} bytes")
+            return self.config.kv_cache_memory_bytes // block_bytes
+        fits = self._kv_memory() // self.sharers // block_bytes
+        if fits < 1:
+            raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
+        blocks_per_sequence = -(-max_model_len(self.path, self.config) // ops.backend(self.model.device).BLOCK)
+        return min(fits, blocks_per_sequence * self.config.max_num_seqs)  # more are of no use
+
+    def _kv_memory(self) -> int:
+        """Bytes. On a GPU, its share less what is taken and what a step needs; else a quarter of what is free."""
+        device = self.model.device
+        if device.type != "cuda":
+            return psutil.virtual_memory().available // 4
+        step = ModelRunner.peak_bytes(self.model, self.config.max_num_batched_tokens)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - self.config.gpu_memory_utilization) * total - step)
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Take the KV memory and pack the weights."""
+        graphs = ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len(self.path, self.config)
+        self.runner = ModelRunner(self.model, num_blocks, limits if graphs else None)
+
+    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn:
+        """Compute a step: tokens from the last stage, [T, hidden] for the next one from others.
+
+        hidden: what the stage before returned, if there is one.
+        """
+        return self.runner.run(plan, hidden)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self, update_id: str) -> None:
+        """Open an update. The oldest one is forgotten when there are more than MAX_OPEN_UPDATES."""
+        self._updates[update_id] = StagedWeights(self.store)
+        while len(self._updates) > MAX_OPEN_UPDATES:
+            self._updates.popitem(last=False)
+
+    def _update(self, update_id: str) -> StagedWeights:
+        try:
+            return self._updates[update_id]
+        except KeyError:
+            raise WeightUpdateError(
+                "this weight update is over: it was committed, aborted, or forgotten for newer ones; begin another"
+            ) from None
+
+    def load_tensors(self, update_id: str, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage (name, tensor) pairs."""
+        self._update(update_id).load(pairs)
+
+    def load_file(self, update_id: str, file: str, specs: list[TensorSpec]) -> None:
+        """Stage the tensors whose bytes are in a file, one after the other."""
+        self._update(update_id).load_file(file, specs)
+
+    def load_directory(self, update_id: str, path: pathlib.Path) -> None:
+        """Stage this worker's tensors of a checkpoint directory."""
+        self._update(update_id).load_directory(path)
+
+    def receive_tensors(self, update_id: str, group: str, specs: list[TensorSpec], bucket_bytes: int | None) -> None:
+        """Stage what rank 0 of a weight group broadcasts now."""
+        update = self._update(update_id)
+        with closing(self._groups[group].receive(specs, bucket_bytes)) as tensors:
+            update.load(tensors)
+
+    def prepare_update(self, update_id: str) -> None:
+        """Raise unless `commit_update` could put the update in force."""
+        self._update(update_id).check_complete()
+
+    def commit_update(self, update_id: str) -> None:
+        """Put the update in force."""
+        update = self._update(update_id)
+        del self._updates[update_id]
+        self.store.switch(update)
+
+    def abort_update(self, update_id: str) -> None:
+        """Forget the update, if it is open."""
+        self._updates.pop(update_id, None)
+
+    def join_weight_group(
+        self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
+    ) -> None:
+        """Become a rank of a weight group; waits for all others."""
+        self.leave_weight_group(name)
+        self._groups[name] = WeightGroup(address, port, rank, world_size, name, backend, timeout)
+
+    def leave_weight_group(self, name: str) -> bool:
+        """Leave a group. True if there was one."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def has_weight_group(self, name: str) -> bool:
+        """True if there is a group of that name that could receive tensors now."""
+        return name in self._groups and self._groups[name].usable
+
+    def send_weights(self, address: str, port: int) -> None:
+        """Send the weights in force to another replica's worker, which calls `take_weights` meanwhile."""
+        with WeightGroup(address, port, 0, 2, "copy", timeout=self.config.worker_timeout) as group:
+            group.send(self.store.tensors(), self.store.specs())
+
+    def take_weights(self, update_id: str, address: str, port: int) -> None:
+        """Stage what the same worker of another replica sends."""
+        with WeightGroup(address, port, 1, 2, "copy", timeout=self.config.worker_timeout) as group:
+            self.load_tensors(update_id, group.receive(self.store.specs()))
+
+    def weight_checksums(self) -> dict[str, str]:
+        """A hash of each tensor's bytes, by name."""
+        return self.store.checksums()
+
+    def drop_weights(self) -> None:
+        """Free all weights; only an update brings any back."""
+        self.store.drop()
+        self.runner.release()
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def free_kv_cache(self) -> None:
+        """Free the KV memory, and that which the next update would take."""
+        self.store.recycled.clear()
+        self.runner.free_kv_cache()
+
+    def take_kv_cache(self) -> None:
+        """Take the KV memory again."""
+        self.runner.take_kv_cache()
+
+
+def max_model_len(path: pathlib.Path, config: EngineConfig) -> int:
+    """Most tokens of a sequence; ValueError where the setting exceeds the model's positions."""
+    limit = load_config(path).max_position_embeddings
+    if (config.max_model_len or 0) > limit:
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {limit} positions")
+    return config.max_model_len or limit

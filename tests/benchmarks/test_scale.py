@@ -1,0 +1,118 @@
+"""How layers are cut into stages, and the simulation of many GPUs."""
+
+import itertools
+import pathlib
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from samebits.model.stage import shift_layer, split_by_size, split_layers
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_split_is_as_good_as_the_best_of_all():
+    rng = random.Random(0)
+    for _ in range(50):
+        count, stages = rng.randint(3, 8), rng.randint(1, 3)
+        costs, head = [rng.randint(1, 9) for _ in range(count)], rng.randint(0, 20)
+        found = split_layers(costs, head, stages)
+        assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])] and found[-1][1] == count
+
+        def dearest(cuts, costs=costs, head=head, count=count):
+            bounds = list(itertools.pairwise((0, *cuts, count)))
+            return max(sum(costs[a:b]) + (head if b == count else 0) for a, b in bounds)
+
+        best = min(dearest(cuts) for cuts in itertools.combinations(range(1, count), stages - 1))
+        assert dearest([b for _, b in found[:-1]]) == best
+        assert all(b > a for a, b in found)
+
+
+def test_layers_are_cut_by_what_they_weigh(checkpoint):
+    path = checkpoint("llama", num_hidden_layers=4)  # its head weighs as much as a layer and a half
+    assert split_by_size(path, 2) == [(0, 3), (3, 4)]
+    with pytest.raises(ValueError, match="the model has 4 layers"):
+        split_by_size(path, 5)
+
+
+def test_a_tensors_name_follows_its_layer():
+    name = "model.layers.3.self_attn.q_proj.weight"
+    assert shift_layer(name, 9) == "model.layers.12.self_attn.q_proj.weight"
+    assert shift_layer(shift_layer(name, 9), -9) == name
+    assert shift_layer("model.embed_tokens.weight", 3) == "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def scale():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import simulate_scale
+    finally:
+        sys.path.pop(0)
+    return simulate_scale
+
+
+@pytest.fixture
+def profile(scale):
+    return scale.Profile(
+        "a", "b", 4, {"base": 1e-3, "per_token": 1e-5, "per_context_token": 0.0}, {"base": 2e-3, "per_row": 1e-5},
+        3e-3, 1000, 10**9, 100,
+    )  # fmt: skip
+
+
+def test_pipeline_times_are_the_closed_form(scale):
+    for stages, batches in ((1, 5), (3, 7), (4, 4)):
+        times = scale.pipeline_times(np.full((batches, stages), 0.5), 0.0, in_flight=stages)
+        expected = 0.5 * (np.arange(batches)[:, None] + np.arange(stages)[None] + 1)
+        assert np.allclose(times, expected)
+    alone = scale.pipeline_times(np.full((4, 2), 0.5), 0.1, in_flight=1)
+    assert np.allclose(alone[:, 1], [1.1 * n for n in (1, 2, 3, 4)]), "one batch in flight: no overlap"
+
+
+def test_one_simulated_gpu_is_hand_arithmetic(scale, profile):
+    """8 samples of exactly 32 tokens: a prefill step and 31 decode steps, no sync but the load of the weights."""
+    workload = scale.Workload(prompts=8, group=1, prompt_tokens=10, median=32, sigma=0.0, max_tokens=64, steps=1)
+    found = scale.simulate(profile, scale.Layout(1), workload)
+    head = 2e-3 + 8 * 1e-5
+    prefill, decode = 4 * (1e-3 + 80 * 1e-5), 4 * (1e-3 + 8 * 1e-5)
+    by_hand = prefill + 31 * decode + 32 * (head + 3e-3) + found.sync_seconds
+    assert found.tokens == 256 and found.seconds == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_a_simulated_failure_costs_the_restart_and_the_kv(scale, profile):
+    """The same with a failure in the middle of the 12th step: its tokens stay, all 22 of a sequence are computed again,
+    and sample the 13th."""
+    workload = scale.Workload(prompts=8, group=1, prompt_tokens=10, median=32, sigma=0.0, max_tokens=64, steps=1)
+    driver = 2e-3 + 8 * 1e-5 + 3e-3
+    prefill, decode, again = (4 * (1e-3 + n * 1e-5) + driver for n in (80, 8, 8 * 22))
+    failure = prefill + 10.5 * decode
+    gaps = np.random.default_rng([0, 2]).exponential(1, 2)
+    assert gaps[1] > 10 * gaps[0], "no second failure"
+    cluster = scale.Cluster(failures_per_hour=3600 * gaps[0] / failure, restart_seconds=0.5)
+    found = scale.simulate(profile, scale.Layout(1), workload, cluster=cluster)
+    assert found.tokens == 256 and found.failures == 1
+    assert found.seconds == pytest.approx(failure + 0.5 + again + 19 * decode + found.sync_seconds, rel=1e-9)
+
+
+def test_simulated_tokens_dont_depend_on_the_layout_and_more_gpus_are_faster(scale, profile):
+    workload = scale.Workload(prompts=64, group=4, prompt_tokens=64, median=100, sigma=0.5, max_tokens=400, steps=1)
+    found = [scale.simulate(profile, scale.Layout(gpus, stages), workload) for gpus, stages in
+             ((1, 1), (2, 1), (2, 2), (4, 1), (8, 2), (16, 4))]  # fmt: skip
+    assert len({r.tokens for r in found}) == 1
+    alone = [r.tokens_per_second for r in found if r.stages == 1]
+    assert alone == sorted(alone)
+    for r in found:
+        assert 0 <= r.bubble < 1 and r.busy_share + r.bubble_share + r.tail_share + r.sync_share == pytest.approx(1)
+    assert found[2].bubble > found[1].bubble, "stages have bubbles, replicas don't"
+
+
+def test_the_simulation_says_what_is_missing():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "simulate_scale.py"), "--profile", "nowhere.json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "scale.py --profile" in done.stderr

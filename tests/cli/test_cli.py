@@ -1,0 +1,278 @@
+"""The command line and the examples, run as a user runs them."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from samebits.cli.main import app
+from samebits.engine import EngineConfig
+from samebits.trainer.rl import TrainConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*command, **kwargs):
+    env = {**os.environ, "COLUMNS": "120"}
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, **kwargs)
+
+
+def samebits(*args, **kwargs):
+    return run("-c", "from samebits.cli.main import main; main()", *args, **kwargs)
+
+
+def test_generate_prints_the_same_json_for_the_same_seed(smollm2):
+    args = ("generate", smollm2, "The capital of France is", "-n", 2, "--max-tokens", 8, "--seed", 3, "--json")
+    first, second = samebits(*args), samebits(*args)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert len(result["completions"]) == 2
+    assert first.stdout == second.stdout
+
+
+def test_chat_answers_from_standard_input(smollm2):
+    done = samebits("chat", smollm2, "--temperature", 0, input="What is the capital of France?\nexit\n")
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+
+
+def test_verify_passes_and_finds_a_planted_fault(checkpoint):
+    path = checkpoint("qwen3")
+    good = samebits("verify", path)
+    assert good.returncode == 0, good.stderr
+    assert "max |rollout - trainer| = 0" in good.stdout
+    for module in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_norm", "lm_head"):
+        bad = samebits("verify", path, "--plant-fault", module)
+        assert bad.returncode == 1
+        assert f"first difference: {module}" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("verify", "MODEL", "--plant-fault", "model.nowhere"),
+        ("generate", "/no/such/model", "hi"),
+        ("contract", "--dtype", "float64"),
+    ],
+)
+def test_bad_input_is_one_line_without_traceback(checkpoint, args):
+    done = samebits(*(checkpoint("llama") if a == "MODEL" else a for a in args))
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
+    from samebits import LLM
+
+    printed = json.loads(samebits("contract", "--dtype", "bfloat16", "--json").stdout)
+    llm = LLM(checkpoint("llama"), dtype="bfloat16", kv_cache_memory_bytes=2**20)
+    assert printed["hash"] == llm.contract.hash
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "serve", "train", "verify", "bench", "rollout"])
+def test_help_needs_no_torch(command):
+    code = f"""
+import sys
+from samebits.cli.main import main
+sys.argv = ["samebits", *{command.split()}, "--help"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+
+
+def command_parameters(name):
+
+    from samebits.cli.main import app
+
+    return {p.name: p for p in typer.main.get_command(app).commands[name].params}
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "own"),
+    [
+        ("serve", EngineConfig, {"max_num_batched_tokens": 256}),
+        ("generate", EngineConfig, {}),
+        ("rollout", EngineConfig, {}),
+        ("bench", EngineConfig, {"exact": ..., "kv_cache_memory_bytes": 2**30, "skip_tokenizer_init": True}),
+        (
+            "train",
+            TrainConfig,
+            {"save_every": 50, **dict.fromkeys(("correction", "output_dir", "sampling", "engine"), ...)},
+        ),
+    ],
+)
+def test_every_field_of_a_configuration_is_an_option_with_its_default_and_help(command, config, own):
+    """own: a command's own defaults; ... for fields that it asks for in another way."""
+    parameters = command_parameters(command)
+    for field in dataclasses.fields(config):
+        if own.get(field.name) is ...:
+            continue
+        parameter = parameters[field.name]
+        assert f"--{field.name.replace('_', '-')}" in parameter.opts
+        assert parameter.help.endswith("."), field.name
+        if field.default is dataclasses.MISSING:
+            assert parameter.required
+        else:
+            assert parameter.default == own.get(field.name, field.default), field.name
+
+
+def test_older_and_shorter_names_of_options_stay():
+    assert {"--pp", "--pipeline-parallel-size"} == set(command_parameters("serve")["pipeline_parallel_size"].opts)
+    assert {"-n", "--n"} == set(command_parameters("rollout")["n"].opts)
+    assert {"-n", "--group-size"} == set(command_parameters("train")["group_size"].opts)
+    assert {"kv_cache_gib", "engine_url", "exact", "check"} <= command_parameters("train").keys()
+
+
+def test_engine_settings_reach_the_engine(checkpoint, tmp_path):
+    """A sequence, a flag and a number; stages change no bit."""
+    prompts, one, staged = (tmp_path / name for name in ("prompts.jsonl", "one.jsonl", "staged.jsonl"))
+    prompts.write_text(json.dumps({"prompt_token_ids": [5, 6, 7]}))
+    args = ("rollout", checkpoint("llama"), prompts, "--seed", 3, "--max-tokens", 8, "--out")
+    stages = ("--pp", 2, "--backend", "inproc", "--no-enable-prefix-caching", "--stage-layers")
+    for done in (samebits(*args, one), samebits(*args, staged, *stages, "1,1")):
+        assert done.returncode == 0, done.stderr
+    assert staged.read_text() == one.read_text()
+    wrong = samebits(*args, staged, *stages, "2,1,1")
+    assert wrong.returncode == 2
+    assert "stage_layers (2, 1, 1)" in wrong.stderr.replace("\n", " ")
+
+
+def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
+    model, prompts, exact = checkpoint("llama"), tmp_path / "prompts.jsonl", tmp_path / "exact.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [5 + i, 6, 7]}) + "\n" for i in range(6)))
+    args = ("--out", exact, "-n", 8, "--max-tokens", 12, "--seed", 3, "--temperature", 0.8)
+    done = samebits("rollout", model, prompts, *args)
+    assert done.returncode == 0, done.stderr
+    assert "48 rollouts" in done.stdout
+    found = samebits("diagnose", exact, "--model", model, "--temperature", 0.8, "--json", "--html", tmp_path / "d.html")
+    assert found.returncode == 0, found.stderr
+    summary = json.loads(found.stdout)
+    assert (summary["max_abs"], summary["trainer_gap"], summary["sequences"]) == (0.0, 0.0, 48)
+    assert (tmp_path / "d.html").read_text().startswith("<!doctype html>")
+    plain = samebits("diagnose", exact).stdout.replace("\n", " ")
+    assert "mean |d|" in plain
+    assert "engine's own, bit for bit" in plain
+
+    records = [json.loads(line) for line in exact.read_text().splitlines()]
+    for record in records:
+        record["reward"] = float(sum(record["token_ids"]) % 2)
+    exact.write_text("".join(json.dumps(r) + "\n" for r in records))
+    for record in records:
+        record["rollout_logprobs"] = [lp - 0.3 * (i % 3) for i, lp in enumerate(record["rollout_logprobs"])]
+    noisy = tmp_path / "noisy.jsonl"
+    noisy.write_text("".join(json.dumps(r) + "\n" for r in records))
+    scorer = ("--model", model, "--temperature", 0.8)
+    done = samebits("calibrate", noisy, "--reference", exact, *scorer, "--json", "--html", tmp_path / "c.html")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {a["name"] for a in result["assessments"]} >= {"none", "token_tis@2", "sequence_is", "veto@0.0001"}
+    assert result["verdict"]["reason"]
+    assert all(a["alignment"]["cosine"] is not None for a in result["assessments"])
+    table = samebits("calibrate", noisy, "--reference", exact)
+    assert "no gradients to compare" in table.stdout.replace("\n", " "), table.stderr
+    assert (tmp_path / "c.html").exists()
+    bad = samebits("diagnose", prompts)
+    assert bad.returncode == 2
+    assert "prompts.jsonl:1: no token_ids" in bad.stderr.replace("\n", "")
+
+
+def test_mismatch_example_reports_a_real_mismatch_and_an_exact_null(smollm2, tmp_path):
+    args = ("--model", smollm2, "--prompts", 2, "-n", 2, "--max-tokens", 4, "--out", tmp_path)
+    done = run(ROOT / "examples" / "mismatch.py", *args)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| mean |d|".replace("|d|", "\\|d\\|")))
+    engine, exact = (float(cell) for cell in row.split(" | ")[1:3] for cell in [cell.strip(" |")])
+    assert engine > 0 == exact
+    for name in ("diagnosis.html", "calibration.html", "diagnosis.png", "calibration.png", "report.md"):
+        assert (tmp_path / name).stat().st_size > 500
+
+
+def test_readme_example_is_the_quickstart_and_runs(smollm2):
+    source = (ROOT / "examples" / "quickstart.py").read_text()
+    body = source.split('"""', 2)[2].strip()
+    assert body in (ROOT / "README.md").read_text()
+    done = run(ROOT / "examples" / "quickstart.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == 4
+    assert "weight version 1" in done.stdout
+
+
+def test_demo_ends_in_equality_and_shows_the_mismatch_without(smollm2):
+    done = run(ROOT / "examples" / "demo.py", "--model", smollm2, "--max-tokens", 6, "-n", 1)
+    assert done.returncode == 0, done.stderr
+    exact, off = (line for line in done.stdout.splitlines() if line.startswith("max |rollout"))
+    assert "= 0 over" in exact
+    assert exact.endswith("bitwise equal")
+    assert off.endswith("tokens differ")
+    assert "= 0 over" not in off
+
+
+@pytest.mark.slow
+def test_throughput_benchmark_compares_engines(smollm2, tmp_path):
+    out = tmp_path / "result.json"
+    done = run(
+        ROOT / "benchmarks" / "throughput.py", "--model", smollm2, "--workload", "mixed", "--rounds", 1, "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    engines = json.loads(out.read_text())["results"][0]["engines"]
+    assert set(engines) == {"samebits", "samebits, switches off"}
+
+
+def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkpoint):
+    """On CPUs whose oneMKL has no strict mode the route must be refused, naming the variable."""
+    for branch in ("AVX512,STRICT", "AVX2,STRICT"):
+        env = {**os.environ, "MKL_CBWR": branch, "COLUMNS": "120"}
+        command = [
+            sys.executable,
+            "-c",
+            "from samebits.cli.main import main; main()",
+            "verify",
+            str(checkpoint("llama")),
+            "--linear-route",
+            "mkl",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if done.returncode == 0:
+            assert "bitwise equal" in done.stdout
+            return
+        assert done.returncode == 2
+        assert "MKL_CBWR" in done.stderr
+    pytest.skip("this CPU's oneMKL keeps no strict mode: the route was refused, as it must be")
+
+
+def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for command in (["generate", checkpoint(), "hello"], ["verify", checkpoint()], ["contract"]):
+        done = samebits(*command, "--device", "cuda")
+        assert done.returncode == 2
+        assert "torch sees no NVIDIA GPU" in done.stderr.replace("\n", " ")
+
+
+def test_options_of_a_config_reach_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("samebits.engine.llm.LLM.__init__", lambda self, model, **settings: seen.update(settings))
+    monkeypatch.setattr("samebits.server.serve.serve", lambda *args, **options: None)
+    monkeypatch.setattr("samebits.engine.llm.LLM.close", lambda self: None)
+    options = ["--pp", "2", "--stage-layers", "17,13", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5"]
+    done = CliRunner().invoke(app, ["serve", "somewhere", *options, "--max-num-seqs", "7"])
+    assert done.exit_code == 0, done.output
+    config = EngineConfig(**seen)
+    assert (config.pipeline_parallel_size, config.stage_layers) == (2, (17, 13))
+    assert (config.enable_prefix_caching, config.gpu_memory_utilization, config.max_num_seqs) == (False, 0.5, 7)
+    assert EngineConfig(**{**seen, "stage_layers": None, "pipeline_parallel_size": 1}).max_num_batched_tokens == 256
+    assert CliRunner().invoke(app, ["serve", "somewhere", "--pp", "2", "--stage-layers", "many"]).exit_code == 2

@@ -1,0 +1,92 @@
+"""Settings, and where workers are put."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+
+from samebits import LLM
+from samebits.cluster import ray_cluster as placing
+from samebits.engine import EngineConfig, WorkerError
+
+from helpers.cluster_runs import SMALL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 5}, "the model has 4 layers"),
+        ({"pipeline_parallel_size": 2, "stage_layers": (1, 2)}, "add up to 3; the model has 4"),
+        ({"pipeline_parallel_size": 2, "stage_layers": (4,)}, "each of the 2 stages"),
+        ({"backend": "threads"}, "choose one of mp, ray, inproc"),
+        ({"replicas": 0}, "must be positive"),
+        ({"replicas": 2, "backend": "inproc"}, "actors of a Ray cluster"),
+        ({"replicas": 2, "backend": "mp"}, "actors of a Ray cluster"),
+        ({"batches_in_flight": 0}, "must be positive"),
+        ({"async_scheduling": True, "pipeline_parallel_size": 2}, "in one stage"),
+        ({"async_scheduling": True, "batches_in_flight": 2}, "all sequences in each step"),
+        ({"worker_timeout": 0}, "must be positive"),
+        ({"stage_layers": (4,)}, "set pipeline_parallel_size"),
+        ({"backend": "ray"}, "set pipeline_parallel_size or replicas"),
+    ],
+)
+def test_settings_that_make_no_sense(paths, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(paths[0], **settings)
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 2}, {"pipeline_parallel_size": 2}])
+def test_what_fails_while_a_worker_starts_reaches_the_caller(paths, ray_cluster, settings):
+    with pytest.raises(ValueError, match="less than one block"):
+        LLM(paths[0], kv_cache_memory_bytes=10, **settings)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "taken", "device", "workers", "threads", "sharers"),
+    [
+        ([(64, 0), (64, 0)], 0, "cpu", 4, 32, 2),
+        ([(64, 0), (64, 0)], 1, "cpu", 4, 31, 2),  # a trainer's actor has one
+        ([(64, 0), (64, 0)], 0, "cpu", 3, 32, 2),  # 42 each would be as many, but not on these nodes
+        ([(0, 0), (8, 0)], 0, "cpu", 2, 4, 2),  # a head node that computes nothing
+        ([(4, 0), (16, 0)], 0, "cpu", 5, 4, 4),
+        ([(2, 0)], 0, "cpu", 4, 1, 2),
+        ([(32, 0), (32, 8), (32, 8)], 0, "cuda", 16, 4, 1),  # only where the GPUs are
+        ([(64, 0), (16, 8)], 0, "cuda", 8, 2, 1),
+    ],
+)
+def test_rays_workers_share_nodes_not_one_machine(monkeypatch, nodes, taken, device, workers, threads, sharers):
+    free = {"CPU": float(sum(cpus for cpus, _ in nodes) - taken)}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(placing, "nodes", lambda: nodes)
+    monkeypatch.setattr(placing, "ray", lambda: SimpleNamespace(available_resources=lambda: free))
+    config = EngineConfig(replicas=workers, backend="ray", device=device)
+    assert placing.threads_per_worker(config) == threads
+    assert placing.sharers_of_memory(config, threads) == sharers
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert placing.threads_per_worker(config) == 3
+
+
+def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    with pytest.raises(WorkerError, match=r"no room for 3 stage"):
+        LLM(paths[0], replicas=2, pipeline_parallel_size=3, backend="ray", start_timeout=3.0, **SMALL)
+
+
+@pytest.mark.slow
+def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
+    """Its replica waits for room, as long as it takes; meanwhile the other one works, and updates wait for none."""
+    command = [sys.executable, pathlib.Path(__file__).parents[1] / "helpers" / "ray_nodes.py", *map(str, paths)]
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # or every `ray.init` here would look for this cluster
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["both"] and found["in flight"] and found["again"]
+    assert found["still"] == ["serving", "waiting"] and (found["version"], found["world size"]) == (1, 1)
+    assert found["update waits"] < 10 and found["through"] == 2, "one that is under way goes through when it comes back"
+    assert min(found["shares"]) > 0

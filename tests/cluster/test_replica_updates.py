@@ -1,0 +1,239 @@
+"""A weight update reaches all replicas, or none."""
+
+import shutil
+import time
+
+import pytest
+
+from samebits import LLM
+from samebits.cluster import workers
+from samebits.engine import WeightUpdateError, WorkerError
+from samebits.engine.weights import TransferError
+from samebits.trainer import exact_model, token_logprobs
+
+from helpers import faults
+from helpers.cluster_runs import PARAMS, PROMPTS, SMALL, bits, generate, run_and
+from helpers.serving import wait_for
+
+
+@pytest.mark.parametrize("source", ["module", "tensors", "directory"])
+def test_an_update_reaches_all_replicas(pair, paths, expected, source):
+    old, new = (paths[0], paths[1]) if source != "tensors" else (paths[1], paths[0])
+    pair.update_weights(old)
+    model = exact_model(new)
+    given = {"module": model, "tensors": model.state_dict().items(), "directory": new}[source]
+    version = pair.update_weights(given)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[paths.index(new)]
+    assert {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert pair.weight_checksums() == LLM(new, **SMALL).weight_checksums()
+
+
+def test_an_update_in_mid_flight_labels_each_token(pair, paths):
+    version = pair.update_weights(paths[0])
+    outputs = run_and(pair, lambda: pair.update_weights(paths[1]))
+    models = {version: exact_model(paths[0]), version + 1: exact_model(paths[1])}
+    both = 0
+    for prompt, out in zip(PROMPTS, outputs, strict=True):
+        for c in out.completions:
+            both += len(c.weight_versions) == 2
+            for span in c.weight_versions:
+                scored = token_logprobs(models[span.version], [prompt + c.token_ids], PARAMS)[0][len(prompt) :].detach()
+                assert c.logprobs[span.start : span.end] == scored[span.start : span.end].tolist()
+    assert both
+
+
+def broken(model, how):
+    state = dict(model.state_dict())
+    name = "model.layers.3.mlp.up_proj.weight"
+    if how == "missing":
+        del state[name]
+    elif how == "shape":
+        state[name] = state[name][:-1]
+    elif how == "nan":
+        state[name] = state[name].clone()
+        state[name][0, 0] = float("nan")
+    elif how == "unknown":
+        state["another"] = state[name]
+    return state.items()
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "nan", "unknown"])
+def test_a_bad_update_changes_no_replica(pair, paths, expected, how):
+    version = pair.update_weights(paths[0])
+    with pytest.raises((WeightUpdateError, TransferError)):
+        pair.update_weights(broken(exact_model(paths[1]), how))
+    assert pair.weight_version == version
+    assert bits(generate(pair)) == expected[0]
+    assert pair.update_weights(exact_model(paths[1])) == version + 1, "the next update goes through"
+    assert bits(generate(pair)) == expected[1]
+
+
+@pytest.mark.parametrize(
+    "verb", ["begin_update", "load_file", "join_weight_group", "receive_tensors", "prepare_update"]
+)
+def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
+    version = pair.update_weights(exact_model(paths[0]))
+    if verb in ("join_weight_group", "receive_tensors"):  # as between machines
+        monkeypatch.setattr(workers, "_free_shared_memory", lambda: 0)
+    monkeypatch.setattr(pair.engine.workers, "timeout", 5.0)
+    victim = pair.engine.replicas[1]
+    faults.at(monkeypatch, victim, verb, faults.dies(victim))
+    start = time.monotonic()
+    with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
+        pair.update_weights(exact_model(paths[1]))
+    assert pair.weight_version == version and time.monotonic() - start < 15
+    assert bits(generate(pair)) == expected[0]
+    wait_for(lambda: faults.serve(pair), 60)
+    assert pair.update_weights(exact_model(paths[1])) == version + 1
+    assert bits(generate(pair)) == expected[1]
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, paths, expected, how, monkeypatch):
+    before = pair.update_weights(paths[0])
+    victim = pair.engine.replicas[0]
+    unknown = lambda call, method, verb, *args: call(method, verb, "no such update", *args[1:])  # noqa: E731
+    faults.at(monkeypatch, victim, "switch_weights", faults.dies(victim) if how == "dies" else unknown)
+    version = pair.update_weights(exact_model(paths[1]))
+    assert version == before + 1 and bits(generate(pair)) == expected[1]
+    wait_for(lambda: faults.serve(pair), 60)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert min(one.stats.generation_tokens for one in pair.engine.replicas) > 0
+
+
+@pytest.mark.parametrize("phase", ["transfer", "prepare"])
+def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, paths, expected, phase, monkeypatch):
+    """And lives: it can't read a bucket, or finds in the end that it had not got one."""
+    version = pair.update_weights(exact_model(paths[0]))
+    before = [one.current for one in pair.engine.replicas]
+
+    def elsewhere(call, method, verb, update_id, file, specs):
+        return call(method, verb, update_id, "/nowhere", specs)
+
+    with monkeypatch.context() as patch:
+        faults.at(patch, pair.engine.replicas[1], "load_file", elsewhere if phase == "transfer" else faults.lost)
+        with pytest.raises((FileNotFoundError, WeightUpdateError), match=r"nowhere|missing"):
+            pair.update_weights(exact_model(paths[1]))
+    assert pair.weight_version == version and bits(generate(pair)) == expected[0]
+    assert [one.current for one in pair.engine.replicas] == before, "an error is no death"
+    assert pair.update_weights(exact_model(paths[1])) == version + 1 and bits(generate(pair)) == expected[1]
+
+
+@pytest.mark.parametrize("source", ["directory", "module"])
+def test_a_replica_that_comes_back_while_all_sleep_wakes_up_with_the_version_in_force(pair, paths, expected, source):
+    new = paths[1] if source == "directory" else exact_model(paths[1])
+    pair.update_weights(new)
+    pair.sleep(2)
+    faults.kill(pair.engine.replicas[1])
+    wait_for(lambda: not faults.serve(pair))
+    wait_for(lambda: faults.serve(pair), 60)
+    pair.wake_up()
+    if source == "module":  # gone with the sleep, on all replicas: none may fall back to the first checkpoint
+        assert not pair.ready
+        with pytest.raises(RuntimeError, match="sleeps"):
+            generate(pair)
+        pair.update_weights(new)
+    assert bits(generate(pair)) == expected[1]
+    assert pair.weight_checksums()
+
+
+def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(pair, paths, tmp_path, expected):
+    """A trainer that writes each version over the last."""
+    latest = tmp_path / "latest"
+    shutil.copytree(paths[1], latest)
+    pair.update_weights(latest)
+    shutil.copy(paths[0] / "model.safetensors", latest)
+    faults.kill(pair.engine.replicas[0])
+    wait_for(lambda: not faults.serve(pair))
+    wait_for(lambda: faults.serve(pair), 60)
+    assert bits(generate(pair)) == expected[1]
+
+
+def test_weights_whose_files_changed_are_lost_with_the_last_replica(paths, tmp_path, expected, ray_cluster):
+    """A restart that read the files again would serve other weights under the old version."""
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    with LLM(path, replicas=2, **SMALL) as llm:
+        assert bits(generate(llm)) == expected[0]
+        shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        for one in llm.engine.replicas:
+            faults.kill(one)
+        wait_for(lambda: faults.serve(llm) and not llm.has_weights, 60)
+        llm.update_weights(path)
+        llm.wake_up()
+        assert bits(generate(llm)) == expected[1]
+
+
+def test_what_no_replica_can_do_is_an_error_and_ends_none(paths, tmp_path, expected, ray_cluster):
+    """Weights that slept and whose files have changed meanwhile."""
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    with LLM(path, replicas=2, **SMALL) as llm:
+        before = [one.current for one in llm.engine.replicas]
+        llm.sleep(2)
+        shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        with pytest.raises(WeightUpdateError, match="changed"):
+            llm.wake_up()
+        assert not llm.ready
+        llm.update_weights(path)
+        llm.wake_up()
+        assert bits(generate(llm)) == expected[1]
+        assert faults.serve(llm) and [one.current for one in llm.engine.replicas] == before
+
+
+def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, tmp_path, expected, monkeypatch):
+    """Each reads a directory by itself: they might come to hold different weights."""
+    pair.update_weights(paths[0])
+    path = tmp_path / "model"
+    shutil.copytree(paths[0], path)
+    before = workers.RemoteWorkers.collective_rpc
+
+    def read_and_write(self, method, *args, **options):
+        found = before(self, method, *args, **options)
+        if method == "load_directory":
+            shutil.copytree(paths[1], path, dirs_exist_ok=True)
+        return found
+
+    monkeypatch.setattr(workers.RemoteWorkers, "collective_rpc", read_and_write)
+    with pytest.raises(WeightUpdateError, match="changed while they were read"):
+        pair.update_weights(path)
+    assert bits(generate(pair)) == expected[0]
+
+
+def test_a_new_replica_gets_weights_that_only_others_have(pair, paths, expected):
+    version = pair.update_weights(exact_model(paths[1]))  # from a trainer: no directory to read
+    faults.kill(pair.engine.replicas[1])
+    wait_for(lambda: not faults.serve(pair))
+    assert bits(generate(pair)) == expected[1]
+    wait_for(lambda: faults.serve(pair), 60)
+    outputs = generate(pair)
+    assert bits(outputs) == expected[1]
+    assert {c.weight_version for o in outputs for c in o.completions} == {version}
+    assert pair.engine.replicas[1].stats.generation_tokens > 0
+
+
+@pytest.mark.slow
+def test_replicas_that_come_back_together_copy_weights_from_those_that_serve(paths, expected, ray_cluster, monkeypatch):
+    """Two of three; then one whose donor dies, which is no reason to start it again."""
+    with LLM(paths[0], replicas=3, kv_cache_memory_bytes=2**20, worker_timeout=5.0) as llm:
+        llm.update_weights(exact_model(paths[1]))  # from a trainer: they can only come from another replica
+        replicas = llm.engine.replicas
+        donor = replicas[0].current
+        for one in replicas[1:]:
+            faults.kill(one)
+        wait_for(lambda: not faults.serve(llm, 3))
+        wait_for(lambda: faults.serve(llm, 3), 60)
+        assert replicas[0].current is donor
+        assert bits(generate(llm)) == expected[1]
+        launched = []
+        launch = llm.engine._launcher.launch
+        monkeypatch.setattr(llm.engine._launcher, "launch", lambda one: launched.append(one.index) or launch(one))
+        lender = replicas[2 % 2]  # the one that `_admit` chooses for the third of three, where two serve
+        faults.at(monkeypatch, lender, "send_weights", faults.dies(lender))
+        faults.kill(replicas[2])
+        wait_for(lambda: not faults.serve(llm, 3))
+        wait_for(lambda: faults.serve(llm, 3), 90)
+        assert sorted(launched) == [0, 2]
+        assert bits(generate(llm)) == expected[1] and llm.weight_checksums()

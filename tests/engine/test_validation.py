@@ -1,0 +1,174 @@
+"""Bad input gets an error that says what to do."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from samebits import LLM, SamplingParams
+
+from helpers.engines import (
+    PROMPT,
+    VOCAB,
+    assert_idle,
+    engine,
+    generate,
+    pairs,
+    prompt_of,
+    run_all,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+BAD_PROMPTS = [
+    (prompt_of(512), ValueError, r"512 tokens leaves no room in max_model_len 512"),
+    (prompt_of(600), ValueError, r"600 tokens leaves no room in max_model_len 512"),
+    (
+        prompt_of(300),
+        ValueError,
+        r"can't fit the KV cache of 256 tokens; lower max_tokens or raise kv_cache_memory_bytes",
+    ),
+    (prompt_of(250), ValueError, r"prompt of 250 tokens \+ max_tokens 16 can't fit"),
+    ([], ValueError, r"empty prompt: at least one token"),
+    ({"prompt_token_ids": []}, ValueError, r"empty prompt"),
+    ([5, -1], ValueError, r"token id -1 is out of range; the vocabulary has 1001"),
+    ([5, VOCAB], ValueError, r"token id 1001 is out of range"),
+    ([5, 2**70], ValueError, r"out of range"),
+    ([5, 1.0], TypeError, r"must be integers, got 1\.0"),
+    ([5, True], TypeError, r"must be integers, got True"),
+    ([5, None], TypeError, r"must be integers, got None"),
+    ([5, "6"], TypeError, r"must be integers, got '6'"),
+    (torch.tensor([0.5]), TypeError, r"must be integers, got 0\.5"),
+    ({"text": "hello"}, ValueError, r"'prompt' or 'prompt_token_ids', .*got \['text'\]"),
+    ({"prompt": "hello"}, ValueError, r"string prompts need a tokenizer.*give token ids"),
+    ("hello", ValueError, r"string prompts need a tokenizer.*give token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=[f"{m}"[:40] for *_, m in BAD_PROMPTS])
+def test_a_bad_prompt_is_refused_before_anything_starts(checkpoint, prompt, error, message):
+    """Among them: a prompt larger than the pool livelocks (VeXact)."""
+    llm, params = engine(checkpoint("llama"), tokens=256), SamplingParams(seed=1)
+    expected = pairs(generate(llm, [PROMPT], params)[0])
+    with pytest.raises(error, match=message):
+        generate(llm, [PROMPT, prompt], params)
+    with pytest.raises(error, match=message):
+        llm.add_request(prompt, params)
+    assert not llm.has_unfinished_requests(), "a neighbour of the bad prompt was started"
+    queued = llm.add_request(PROMPT, params)
+    llm.step()
+    with pytest.raises(error, match=message):
+        generate(llm, [PROMPT, prompt, PROMPT], params)
+    assert set(llm.engine.requests) == {queued}
+    assert pairs(run_all(llm)[queued]) == expected
+    assert_idle(llm)
+
+
+def test_a_tensor_is_a_prompt_like_its_list(llm):
+    params = SamplingParams(max_tokens=3, seed=1)
+    expected = list(map(pairs, generate(llm, PROMPT, params)))
+    for prompt in (torch.tensor(PROMPT), [torch.tensor(PROMPT)], {"prompt_token_ids": torch.tensor(PROMPT)}):
+        assert list(map(pairs, generate(llm, prompt, params))) == expected
+
+
+BAD_PARAMS = [
+    ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1"),
+    ({"max_tokens": -3}, ValueError, "max_tokens must be at least 1"),
+    ({"max_tokens": 2.0}, TypeError, "max_tokens must be an integer"),
+    ({"n": 0}, ValueError, "n must be at least 1 and at most 4096"),
+    ({"n": 5000}, ValueError, "n must be at least 1 and at most 4096, got 5000"),
+    ({"n": True}, TypeError, "n must be an integer"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be in"),
+    ({"temperature": float("inf")}, ValueError, "temperature must be in"),
+    ({"temperature": -0.1}, ValueError, "temperature must be in"),
+    ({"temperature": "1"}, TypeError, "temperature must be a number"),
+    ({"temperature": None}, TypeError, "temperature must be a number"),
+    ({"top_p": 0}, ValueError, r"top_p must be in \(0"),
+    ({"top_p": 1.5}, ValueError, "top_p must be in"),
+    ({"top_p": float("nan")}, ValueError, "top_p must be in"),
+    ({"top_k": -2}, ValueError, "top_k must be at least -1"),
+    ({"top_k": 1.5}, TypeError, "top_k must be an integer"),
+    ({"min_p": 2}, ValueError, "min_p must be in"),
+    ({"min_p": -0.1}, ValueError, "min_p must be in"),
+    ({"min_tokens": -1}, ValueError, "min_tokens must be at least 0"),
+    ({"min_tokens": 17}, ValueError, "min_tokens must be at least 0 and at most 16"),
+    ({"logprobs": -1}, ValueError, "logprobs must be at least 0"),
+    ({"logprobs": 5000}, ValueError, "at most 1000"),
+    ({"seed": "7"}, TypeError, "seed must be an integer"),
+    ({"seed": 2**64}, ValueError, "seed must be at least"),
+    ({"stop": [""]}, ValueError, "stop must be non-empty strings"),
+    ({"stop": [5]}, ValueError, "stop must be non-empty strings"),
+    ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids must be at least 0"),
+    ({"stop_token_ids": ["a"]}, TypeError, "stop_token_ids must be an integer"),
+    ({"ignore_eos": 1}, TypeError, "ignore_eos must be a bool"),
+    ({"prompt_logprobs": -1}, ValueError, "prompt_logprobs must be at least 0"),
+    ({"detokenize": 0}, TypeError, "detokenize must be a bool"),
+    ({"detokenize": False, "stop": "x"}, ValueError, "need detokenize=True"),
+    ({"output_kind": "delta"}, TypeError, "output_kind must be a RequestOutputKind"),
+    ({"raw_logprobs": "yes"}, TypeError, "raw_logprobs must be a bool"),
+    ({"temprature": 1.0}, TypeError, "temprature"),
+    ({"use_beam_search": True}, TypeError, "use_beam_search"),
+]
+
+
+@pytest.mark.parametrize(("setting", "error", "message"), BAD_PARAMS, ids=[str(s) for s, *_ in BAD_PARAMS])
+def test_a_bad_sampling_parameter_is_refused_by_name(setting, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**setting)
+
+
+def test_sampling_params_are_frozen_all_through():
+    ids = [5]
+    params = SamplingParams(stop_token_ids=ids, stop="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 2.0
+    ids.append(10**9)
+    assert (params.stop_token_ids, params.stop) == ((5,), ("x",))
+    assert hash(params) == hash(SamplingParams(stop_token_ids=[5], stop=["x"]))
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-46, 5e-324])
+def test_a_temperature_too_small_for_fp32_is_refused(temperature):
+    with pytest.raises(ValueError, match=r"temperature must be 0 \(greedy\) or at least 1e-06"):
+        SamplingParams(temperature=temperature)
+
+
+def test_what_only_the_engine_can_check_of_the_sampling_params_is_refused(llm):
+    with pytest.raises(ValueError, match=r"stop_token_ids \[1001\] are out of range; the vocabulary has 1001"):
+        generate(llm, [PROMPT], SamplingParams(stop_token_ids=[5, VOCAB]))
+    with pytest.raises(ValueError, match=r"stop strings need a tokenizer"):
+        generate(llm, [PROMPT], SamplingParams(stop="\n"))
+    with pytest.raises(ValueError, match=r"2 prompts but 1 sampling_params; give one, or one per prompt"):
+        generate(llm, [PROMPT, PROMPT], [SamplingParams()])
+    with pytest.raises(TypeError, match=r"sampling_params must be SamplingParams, got dict"):
+        llm.add_request(PROMPT, {"max_tokens": 5})
+    llm.add_request(PROMPT, SamplingParams(), "mine")
+    with pytest.raises(ValueError, match="'mine' is in use"):
+        llm.add_request(PROMPT, SamplingParams(), "mine")
+    assert set(llm.engine.requests) == {"mine"}
+
+
+BAD_SETTINGS = [
+    ({"tensor_parallel_size": 2}, TypeError, "tensor_parallel_size"),
+    ({"max_num_seq": 5}, TypeError, "max_num_seq"),
+    ({"dtype": "float64"}, ValueError, r"float64 is not supported on cpu; supported: float32, bfloat16, float16"),
+    ({"dtype": "int8"}, ValueError, "supported: float32, bfloat16, float16"),
+    ({"dtype": "nonsense"}, ValueError, "supported: float32, bfloat16, float16"),
+    ({"device": "meta"}, NotImplementedError, "no kernels for device 'meta'; supported: cpu"),
+    ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be positive"),
+    ({"max_num_batched_tokens": -5}, ValueError, "max_num_batched_tokens must be positive"),
+    ({"max_model_len": 1000}, ValueError, "max_model_len 1000 exceeds the model's 512 positions"),
+    ({"max_model_len": 0}, ValueError, "max_model_len must be positive"),
+    ({"max_num_seqs": "8"}, TypeError, "max_num_seqs must be an integer"),
+    ({"kv_cache_memory_bytes": 100}, ValueError, r"kv_cache_memory_bytes is less than one block of \d+ bytes"),
+    ({"linear_route": "cublas"}, ValueError, "linear_route 'cublas'; choose one of fma, mkl"),
+    ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching must be a bool"),
+    ({"exact": "false"}, TypeError, "exact must be a bool"),
+]
+
+
+@pytest.mark.parametrize(("setting", "error", "message"), BAD_SETTINGS, ids=[str(s) for s, *_ in BAD_SETTINGS])
+def test_a_bad_engine_setting_is_refused_by_name(checkpoint, setting, error, message):
+    with pytest.raises(error, match=message):
+        LLM(checkpoint("llama"), **setting)

@@ -1,0 +1,139 @@
+"""Weights over a process group: what arrives is what was sent, and nothing that goes wrong hangs either side."""
+
+import contextlib
+import multiprocessing
+import socket
+import time
+
+import pytest
+import torch
+
+from samebits.engine.weights import WHOLE, TensorSpec, TransferError, WeightGroup, parse_specs, specs_of
+
+from helpers import transfer_peer
+from helpers.transfer_peer import tensors
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def sender():
+    """sender(act, **options): starts rank 0 in a process; gives its port and the process."""
+    context = multiprocessing.get_context("forkserver")  # imports torch once
+    context.set_forkserver_preload(["samebits.engine.weights"])
+    warm_up = context.Process(target=int)
+    warm_up.start()
+    warm_up.join()
+
+    @contextlib.contextmanager
+    def start(act="send", world_size=2, name="w", **options):
+        port = free_port()
+        process = context.Process(target=transfer_peer.send, args=(port, world_size, name, act, options), daemon=True)
+        process.start()
+        try:
+            yield port, process
+        finally:
+            process.kill()
+            process.join()
+
+    return start
+
+
+def identical(pairs, expected):
+    got = dict(pairs)
+    return list(got) == list(expected) and all(
+        got[n].dtype == t.dtype and got[n].shape == t.shape and torch.equal(got[n], t) for n, t in expected.items()
+    )
+
+
+@pytest.mark.parametrize(("act", "bucket_bytes"), [("send", None), ("send", 64), ("beside-default", WHOLE)])
+def test_tensors_arrive_as_they_were_sent_in_buckets_of_any_size(sender, act, bucket_bytes):
+    with (
+        sender(act, count=17, rounds=3, bucket_bytes=bucket_bytes) as (port, process),
+        WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group,
+    ):
+        for round in range(3):
+            expected = tensors(17, round)
+            assert identical(group.receive(specs_of(expected), bucket_bytes), expected)
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_senders_that_use_torchs_own_helper_are_understood(sender):
+    with sender("sglang", count=5) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
+        assert identical(group.receive(specs_of(tensors(5))), tensors(5))
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_a_receiver_that_stops_early_stays_in_step(sender):
+    with sender(count=9, rounds=2) as (port, process), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=30) as group:
+        with contextlib.closing(group.receive(specs_of(tensors(9)))) as pairs:
+            next(pairs)
+        expected = tensors(9, 1)
+        assert identical(group.receive(specs_of(expected)), expected)
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_a_group_is_made_again_under_its_name(sender):
+    for _ in range(2):
+        with sender(count=2) as (port, _), WeightGroup("127.0.0.1", str(port), 1, 2, "w", timeout=30) as group:
+            assert identical(group.receive(specs_of(tensors(2))), tensors(2))
+        group.close()
+        with pytest.raises(TransferError, match="closed"):
+            next(group.receive(specs_of(tensors(1))))
+
+
+@pytest.mark.parametrize("act", ["die", "dawdle", "wrong-order"])
+def test_a_sender_that_dies_dawdles_or_errs_is_an_error_in_time(sender, act):
+    with sender(act, count=3) as (port, _), WeightGroup("127.0.0.1", port, 1, 2, "w", timeout=4) as group:
+        begin = time.monotonic()
+        with pytest.raises(TransferError, match="'t0'"):
+            list(group.receive(specs_of(tensors(3))))
+        assert time.monotonic() - begin < 15
+        assert not group.usable
+
+
+def test_a_rendezvous_that_nobody_comes_to_times_out():
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="could not join"):
+        WeightGroup("127.0.0.1", free_port(), 1, 2, timeout=1)
+    assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "mpi"}, "choose 'gloo' or 'nccl'"),
+        ({"rank": 2}, "at least 2 ranks"),
+        ({"rank": 0, "world_size": 1}, "at least 2 ranks"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_at_once(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        WeightGroup("127.0.0.1", free_port(), **{"rank": 1, "world_size": 2, **arguments})
+
+
+def test_nccl_without_a_gpu_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="use 'gloo'"):
+        WeightGroup("127.0.0.1", free_port(), 1, 2, backend="nccl")
+
+
+def test_manifests_from_the_wire_are_parsed_or_refused():
+    assert parse_specs(["a"], ["bfloat16"], [[2, 3]]) == [TensorSpec("a", (2, 3), torch.bfloat16)]
+    assert parse_specs(["a"], ["torch.float32"], [[]])[0].nbytes == 4
+    for arguments, message in [
+        (([], [], []), "names no tensors"),
+        ((["a"], [], [[1]]), "1 names, 0 dtypes"),
+        ((["a"], ["bf17"], [[1]]), "unknown dtype 'bf17'"),
+        ((["a"], ["nn"], [[1]]), "unknown dtype 'nn'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_specs(*arguments)

@@ -1,0 +1,1 @@
+"""What tests share: models, oracles, servers, faults, and programs that they start."""

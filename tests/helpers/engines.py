@@ -1,0 +1,129 @@
+"""Small engines, and what tests ask of them."""
+
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+)
+
+from samebits import LLM, SamplingParams
+from samebits.engine.model_runner import ModelRunner
+from samebits.trainer import token_logprobs
+
+from helpers.models import AWKWARD
+
+VOCAB, BLOCK = AWKWARD["vocab_size"], 32
+PROMPT = [17, 900, 3, 44]
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"temperature": 1.4, "top_k": 6},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+]
+FREE = SamplingParams(max_tokens=12, seed=6, ignore_eos=True)
+
+
+def prompt_of(length, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+@functools.cache
+def block_bytes(dtype):
+    """Of one KV block of the tiny checkpoints: their shapes are all the same."""
+    return ModelRunner.block_bytes(
+        AutoModelForCausalLM.from_config(LlamaConfig(**AWKWARD), dtype=getattr(torch, dtype))
+    )
+
+
+def engine(path, tokens=4096, **settings):
+    """An engine whose KV cache holds `tokens` tokens."""
+    pool = tokens // BLOCK * block_bytes(settings.get("dtype", "float32"))
+    llm = LLM(path, kv_cache_memory_bytes=pool, **settings)
+    assert llm.stats().kv_blocks_total == tokens // BLOCK
+    return llm
+
+
+def generate(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def one(llm, prompt, params):
+    """The completion of one prompt."""
+    return generate(llm, [prompt], params)[0].completions[0]
+
+
+def pairs(output):
+    return [(c.token_ids, c.logprobs) for c in output.completions]
+
+
+def run_all(llm):
+    """Steps until nothing is left -> {request id: last snapshot}."""
+    last = {}
+    for _ in range(5000):
+        if not llm.has_unfinished_requests():
+            break
+        last |= {out.request_id: out for out in llm.step()}
+        llm.engine.scheduler.check()
+    assert not llm.has_unfinished_requests(), "livelock"
+    return last
+
+
+def assert_idle(llm):
+    llm.engine.scheduler.check()
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+    assert not llm.has_unfinished_requests()
+
+
+def trainer_logprobs(model, sequences, params=None, **kwargs):
+    with torch.no_grad():
+        return [lp.tolist() for lp in token_logprobs(model, sequences, params, **kwargs)]
+
+
+def copy_of(checkpoint, folder, generation_config=None, **config):
+    """A copy of a checkpoint with other entries in its config files."""
+    path = folder / "copy"
+    shutil.copytree(checkpoint, path)
+    if generation_config is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation_config))
+    if config:
+        old = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**old, **config}))
+    return path
+
+
+class Once:
+    """Wraps a function: call number `at` runs `what` first."""
+
+    def __init__(self, function, at, what):
+        self.function, self.left, self.what = function, at, what
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            self.what()
+        return self.function(*args)
+
+
+def fail(error):
+    def what():
+        raise error
+
+    return what
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(10_000))  # the handler runs between two bytecodes

@@ -1,0 +1,129 @@
+"""A server for tests: a tiny model with a byte-level tokenizer, served by a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import shutil
+import socket
+import threading
+import time
+
+import httpx
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from samebits import LLM
+from samebits.server import create_app
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def add_tokenizer(path, vocab_size: int = 1001) -> None:
+    """Ids 3 to 258 are the bytes, those above are random strings of bytes, seldom whole characters."""
+    alphabet, rng = sorted(pre_tokenizers.ByteLevel.alphabet()), random.Random(0)
+    words = {word: 3 + i for i, word in enumerate(alphabet)}
+    while len(words) < vocab_size - 3:
+        words.setdefault("".join(rng.choices(alphabet, k=rng.randint(2, 4))), 3 + len(words))
+    special = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    core = Tokenizer(models.BPE({**special, **words}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(t, special=True) for t in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+
+
+def served_checkpoint(checkpoint, folder):
+    """A copy of a tiny checkpoint, with the tokenizer."""
+    shutil.copytree(checkpoint, folder)
+    add_tokenizer(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Serving:
+    """A running server. `service` and `engine` are its insides, for what can't be seen from outside."""
+
+    def __init__(self, path, llm: dict | None = None, **options):
+        settings = {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 16} | (llm or {})
+        self.llm = LLM(path, **settings)
+        self.app = create_app(self.llm, "tiny", **options)
+        self.port = free_port()
+        config = uvicorn.Config(self.app, "127.0.0.1", self.port, log_config=None, timeout_keep_alive=75)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Serving:
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        self.service = self.app.state.service
+        self.engine = self.service.engine
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(30)
+        self.llm.close()
+        assert not self.thread.is_alive(), "the server did not stop"
+
+    def post(self, path: str, body=None, **options) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def ok(self, path: str, body=None, **options):
+        response = self.post(path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def get(self, path: str):
+        response = self.http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def kill_engine_thread(self) -> None:
+        """The nearest to a kill that a thread knows: SystemExit, wherever it is."""
+        ident = ctypes.c_ulong(self.engine._thread.ident)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+
+    def idle(self) -> None:
+        """Waits until nothing runs and no KV block is held."""
+        wait_for(lambda: self.engine.num_sequences == 0 and self.llm.stats().kv_blocks_used == 0)
+        assert not self.engine.generations and not self.engine.by_engine_id and not self.llm.unfinished_request_ids
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def in_background(function, *args, **kwargs):
+    """Runs function beside the block; yields a list that gets its result, or what it raised, by the block's end."""
+    results: list = []
+
+    def run() -> None:
+        try:
+            results.append(function(*args, **kwargs))
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield results
+    thread.join(60)
+    assert not thread.is_alive(), "hangs"

@@ -1,0 +1,452 @@
+"""The GPU kernels without a GPU: interpreted, against fp64 and themselves under every schedule, and compiled."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from samebits import LLM, NumericsError, SamplingParams
+from samebits.engine import cuda_graphs
+from samebits.kernels import cpu, ops
+from samebits.kernels import triton as kernels
+from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
+from samebits.kernels.triton.launch import INTERPRETED
+from samebits.kernels.triton.linear import chunks, products
+from samebits.kernels.triton.schedules import Tile
+from samebits.trainer import exact_model, token_logprobs
+
+from helpers.interpreter import interpreted  # first: it makes Triton interpret
+from helpers.schedules import check_results, random_requests, run_schedule
+
+# numpy's, about NaN in lanes that a mask drops
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+assert INTERPRETED
+linear, paged, backward, sampling = (
+    sys.modules[f"samebits.kernels.triton.{name}"] for name in ("linear", "attention", "attention_backward", "sampling")
+)
+DTYPES = ops.DTYPES["cuda"]
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(one_thread):
+    with interpreted():
+        yield
+
+
+def wide_exponents(*shape: int) -> torch.Tensor:
+    """Sums of such numbers differ at once when they are added in another order."""
+    return torch.randn(*shape) * torch.exp2(torch.randint(-6, 6, shape))
+
+
+def error(value: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor | float) -> float:
+    """Largest error in units of `scale`: what the sum's terms add up to in magnitude."""
+    return float(((value.double() - reference).abs() / scale).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_tile_changes_a_bit_of_a_product(dtype):
+    torch.manual_seed(0)
+    depth, features = 173, (70, 33, 128)
+    x = wide_exponents(19, depth).to(dtype)
+    weights = [wide_exponents(n, depth).to(dtype) for n in features]
+    biases = [torch.randn(70).to(dtype), None, torch.randn(128).to(dtype)]
+    assert [chunks(depth, n) for n in features] == [2, 2, 2]
+    first = products(x, weights, biases, torch.float32, Tile(16, 16, 2, 4, True))
+    for w, b, out in zip(weights, biases, first, strict=True):
+        exact = x.double() @ w.double().t() + (0 if b is None else b.double())
+        assert error(out, exact, x.double().abs() @ w.double().abs().t() + 1) < 1e-6
+    for m, n, split in itertools.product((16, 32, 64), (16, 64), (True, False)):
+        tile = Tile(m, n, 2, 4, split)
+        for out, same in zip(products(x, weights, biases, torch.float32, tile), first, strict=True):
+            assert torch.equal(out, same), tile
+    for rows, (w, b, out) in itertools.product(
+        (slice(0, 1), slice(5, 8), slice(2, 19)), zip(weights, biases, first, strict=True)
+    ):
+        alone = products(x[rows], [w], [b], dtype)[0]
+        assert torch.equal(alone, out[rows].to(dtype)), rows
+
+
+def test_arrival_counters_are_left_at_zero():
+    x, w = torch.randn(40, 256), torch.randn(50, 256)
+    before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
+    assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
+    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32])
+
+
+def packed(dtype, lengths, heads, kv_heads, dim):
+    """q, k, v of packed sequences, and their keys and values in scattered pages of a cache full of NaN."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
+    layout = ops.PagedLayout.packed(lengths, heads // kv_heads, torch.device("cpu"))
+    shuffle = np.random.default_rng(0).permutation(layout.pages).astype(np.int32)
+    layout.tables = shuffle[layout.tables]
+    layout.slots = shuffle[layout.slots // paged.BLOCK] * paged.BLOCK + layout.slots % paged.BLOCK
+    cache = kernels.new_kv_cache(layout.pages, kv_heads, dim, dtype, torch.device("cpu"))
+    for part in cache:
+        part.fill_(math.nan)
+    return q, k, v, cache, layout
+
+
+def test_a_head_too_wide_is_refused():
+    with pytest.raises(NotImplementedError, match="head_dim 160: GPU kernels go up to 128"):
+        kernels.new_kv_cache(1, 1, 160, torch.float32, torch.device("cpu"))
+
+
+def reference_attention(q, k, v, lengths, scale, window):
+    outs, first, group = [], 0, q.shape[1] // k.shape[1]
+    for n in lengths:
+        a, b, c = (t[first : first + n].transpose(0, 1) for t in (q, k, v))
+        scores = a @ b.repeat_interleave(group, 0).transpose(1, 2) * scale
+        row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+        hidden = (column > row) | ((column <= row - window) if window else torch.zeros(n, n, dtype=torch.bool))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        outs.append((weights @ c.repeat_interleave(group, 0)).transpose(0, 1))
+        first += n
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
+    lengths, scale = [300, 5, 1, 130], 24**-0.5
+    q, k, v, cache, layout = packed(dtype, lengths, 4, 2, 24)
+    out, lse = ops.paged_attention(q, k, v, cache, layout, scale, window)
+    exact = reference_attention(q.double(), k.double(), v.double(), lengths, scale, window)
+    assert error(out, exact, exact.abs().max()) < 1e-6 + 2 * ROUNDING[dtype]
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    tables = torch.from_numpy(layout.tables)
+    for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
+        one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
+        start = torch.from_numpy(layout.table_starts[sequence[token]][None])
+        alone = paged.attention(
+            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
+        )
+        assert torch.equal(alone[0][0], out[token]), (token, splits)
+        assert torch.equal(alone[1][0], lse[token]), (token, splits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [64, 160, 200])
+def test_persistent_programs_compute_the_same(dtype, depth, monkeypatch):
+    """More tiles than programs; whole and ragged blocks of K, in one chunk and in several; a bias."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(kernel), launch(kernel, *a, **o)))
+    x, weights = wide_exponents(70, depth).to(dtype), [wide_exponents(n, depth).to(dtype) for n in (100, 33)]
+    biases = [None, torch.randn(33).to(dtype)]
+    expected = products(x, weights, biases, torch.float32, Tile(16, 64, 2, 4, False))
+    for m, n in ((16, 32), (32, 16), (64, 64)):
+        launched.clear()
+        outs = products(x, weights, biases, torch.float32, Tile(m, n, 3, 4, False, tma=True))
+        assert all(map(torch.equal, outs, expected)), (m, n)
+        assert launched == [linear._linear_persistent] * 2
+    odd = torch.cat((x, x), 1)[:, 1 : depth + 1]  # addresses of rows that the copy engine can't take
+    products(odd, weights, biases, torch.float32, Tile(16, 32, 3, 4, False, tma=True))
+    assert launched[-1] is linear._linear
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_backward(dtype, window):
+    lengths, scale = [100, 1, 71], 0.3
+    q, k, v, _, layout = packed(dtype, lengths, 4, 2, 20)
+    upstream = torch.randn_like(q)
+    given = [t.clone().requires_grad_() for t in (q, k, v)]
+    grads = torch.autograd.grad(ops.attention(*given, layout, scale, window), given, upstream)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(reference_attention(*wide, lengths, scale, window), wide, upstream.double())
+    for grad, reference in zip(grads, exact, strict=True):
+        assert error(grad, reference, reference.abs().max()) < 2e-6 + 2 * ROUNDING[dtype]
+
+
+def dense_backward(q, k, v, out, lse, grad, lengths, scale, window):
+    """In the place of FlashAttention, from what it is given: only a right log-sum-exp makes it right."""
+    group, first, parts = q.shape[1] // k.shape[1], 0, []
+    for n in lengths:
+        a, b, c, d, o = (t[first : first + n].double().transpose(0, 1) for t in (q, k, v, grad, out))
+        b, c = b.repeat_interleave(group, 0), c.repeat_interleave(group, 0)
+        row, column = torch.arange(n)[:, None], torch.arange(n)
+        seen = (column <= row) & (column > row - (window or n))
+        p = torch.where(seen, (a @ b.mT * scale - lse[first : first + n].double().t()[..., None]).exp(), 0.0)
+        ds = p * (d @ c.mT - (d * o).sum(-1, keepdim=True)) * scale
+        shared = [t.unflatten(0, (-1, group)).sum(1) for t in (ds.mT @ a, p.mT @ d)]
+        parts.append([t.transpose(0, 1).to(q.dtype) for t in (ds @ b, *shared)])
+        first += n
+    return tuple(torch.cat(t) for t in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
+    """torch's has no kernel for a CPU: it must be refused, and so must one that is wrong or never the same."""
+    lengths, scale = [100, 1, 71], 0.3
+    q, k, v, cache, layout = packed(torch.float16, lengths, 4, 2, 16)
+    out, lse = ops.paged_attention(q, k, v, cache, layout, scale, window)
+    given = q, k, v, out, lse, torch.randn_like(q), lengths, scale, window
+    where = q.device, q.dtype, 2, 16, window > 0
+    ours = backward._triton_backward(*given)
+
+    def served(function):
+        backward.library_serves.cache_clear()
+        monkeypatch.setattr(backward, "_library_backward", function)
+        found = kernels.attention_backward(*given)
+        assert backward.library_serves(*where) != all(map(torch.equal, found, ours))
+        return backward.library_serves(*where)
+
+    assert not served(backward._library_backward)
+    assert served(dense_backward)
+    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.5, *a[5:]))
+    assert not served(lambda *a: tuple(t + torch.rand(()) / 256 for t in dense_backward(*a)))
+    backward.library_serves.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_wise_ops(dtype):
+    torch.manual_seed(0)
+    x, up, weight = torch.randn(7, 100).to(dtype), torch.randn(7, 100).to(dtype), torch.randn(100).to(dtype)
+    wide = x.double()
+    out, rstd = kernels.rms_norm(x, weight, 1e-5)
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert error(out, exact, exact.abs() + 1e-3) < 3e-7 + ROUNDING[dtype]
+    assert rstd.dtype == torch.float32
+    total, after = kernels.add_rms_norm(x, up, weight, 1e-5)
+    assert torch.equal(total, x + up)
+    assert torch.equal(after, kernels.rms_norm(total, weight, 1e-5)[0])
+    for row in range(7):  # from an address that no vector load could take
+        odd = torch.cat((x.new_zeros(1), x[row]))[1:]
+        assert torch.equal(kernels.rms_norm(odd[None], weight, 1e-5)[0][0], out[row])
+    gates = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+    gates["gelu_pytorch_tanh"] = lambda t: torch.nn.functional.gelu(t, approximate="tanh")
+    for name, gate in gates.items():
+        exact = gate(wide) * up.double()
+        assert error(kernels.gated_activation(x, up, name), exact, exact.abs() + 1) < 1e-6 + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_wise_backward(dtype):
+    """More rows than one program has, a width that fills no block."""
+    torch.manual_seed(0)
+    x, up, upstream, weight = *(torch.randn(70, 100).to(dtype) for _ in range(3)), torch.randn(100).to(dtype)
+    cases = [((x, weight), lambda a, w: ops.rms_norm(a, w, 1e-5), lambda a, w: F.rms_norm(a, (100,), w, 1e-5))]
+    for name, activation in TORCH_ACTIVATIONS.items():
+        ours = functools.partial(ops.gated_activation, name=name)
+        cases.append(((3 * x, up), ours, lambda a, b, f=activation: f(a) * b))
+    for given, ours, reference in cases:
+        leaves = [t.clone().requires_grad_() for t in given]
+        grads = torch.autograd.grad(ours(*leaves), leaves, upstream)
+        wide = [t.double().requires_grad_() for t in given]
+        exact = torch.autograd.grad(reference(*wide), wide, upstream.double())
+        for grad, value in zip(grads, exact, strict=True):
+            assert grad.dtype == dtype
+            assert error(grad, value, value.abs().max()) < 2e-6 + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_is_what_the_models_code_does(dtype):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    q, k = torch.randn(9, 4, 20).to(dtype), torch.randn(9, 2, 20).to(dtype)
+    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1)
+    for table, expected in zip(tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1), strict=True):
+        assert table.shape == expected.shape
+    cos, sin = (t.to(dtype) for t in tables)
+    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    for ours, other in zip(kernels.rotary(q, k, cos, sin), theirs, strict=True):
+        assert torch.equal(ours, other[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("part", [512, 4096])
+def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
+    """Thresholds and tokens equal, log-probs and entropies to rounding: filters, ties, bans, NaN."""
+    monkeypatch.setattr(sampling, "_PART", part)
+    torch.manual_seed(0)
+    rows, vocab = 12, 5000
+    logits = torch.randn(rows, vocab) * 3
+    logits[3, 17] = math.nan
+    logits[4] = logits[4].round()
+    params = ops.RowParams(
+        np.array([1, 0.7, 0, 1, 1, 1.3, 1, 1, 1, 1, 1, 1.0]),
+        np.array([0, 50, 0, 0, 20, 0, 0, 10**9, 5, 0, 0, 1]),
+        np.array([1, 0.9, 1, 1, 1, 0.5, 1, 1, 0.7, 0.999, 1, 1.0]),
+        np.array([0, 0, 0, 0, 0, 0, 0.05, 0, 0.1, 0, 0, 0.0]),
+        [[], [], [], [], [], [3, 4, 5], [int(logits[6].argmax())], [], [], [], [], []],
+    )
+    counters = np.arange(rows, dtype=np.uint64) * 7919 + 2**63, np.arange(rows), np.arange(rows) * 5
+    tokens, drawn = [torch.full((rows,), -1), torch.full((rows,), -1)], []
+    tokens[0][10] = tokens[1][10] = 77
+    for backend, chosen in zip((kernels, cpu), tokens, strict=True):
+        settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+        drawn.append(backend.distribution(logits.clone(), *settings, chosen, *counters))
+    (fields, edges), (expected, expected_edges) = drawn
+    sound = torch.arange(rows) != 3
+    assert torch.equal(tokens[0][sound], tokens[1][sound])
+    assert torch.equal(edges[sound], expected_edges[sound])
+    assert fields[3].isnan().all()
+    assert expected[3].isnan().all()
+    assert error(fields[sound, :3], expected[sound, :3], 1.0) < 1e-6
+    decided = sound & (expected[:, 3] >= 0)
+    assert torch.equal(fields[decided, 3], expected[decided, 3])
+
+
+def row_of(kind: str, vocab: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    row = torch.randn(vocab)
+    if kind == "peaked":  # hardly a bit of the range of values holds all of the mass
+        row = row * 3 - 100
+        row[:3] = torch.tensor([20.0, 19.0, -30.0])
+    elif kind == "ties":
+        row = (row * 4).round() / 4
+    elif kind == "zeros":
+        row = row.sign() * (row.abs() > 0.5)
+    elif kind == "tiny":
+        row = row * 1e-41
+    elif kind == "huge":
+        row = row * 1e37
+    return row
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "zeros", "tiny", "huge"])
+@pytest.mark.parametrize("part", [64, 1024])
+def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
+    """Rows that fit the candidates at once, and rows that have to be narrowed down first, to a tie if need be."""
+    monkeypatch.setattr(sampling, "_PART", part)
+    row = row_of(kind, 700)
+    order = row.sort(descending=True).values
+    weights = (order.double() - order[0].double()).exp()
+    for k in (1, 3, 50, 699):
+        assert edge_of(row, top_k=k) == order[k - 1], k
+    for p in (1e-9, 0.3, 0.9, 0.9999):
+        assert edge_of(row, top_p=p) == order[int((weights.cumsum(0) < p * weights.sum()).sum())], p
+    few = weights[: int((row >= order[49]).sum())]
+    assert edge_of(row, top_k=50, top_p=0.5) == order[int((few.cumsum(0) < 0.5 * few.sum()).sum())]
+
+
+def edge_of(row, top_k=0, top_p=1.0) -> float:
+    now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
+    counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    return float(kernels.distribution(row[None], *now, [[]], torch.tensor([0]), *counters)[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama3-bias", "float16"), ("qwen3", "bfloat16"), ("mistral", "float32")]
+)
+def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
+    """The engine's property test, on these kernels, each product with a random tile: biases; norms of q and k; a
+    window; more heads a KV head than fit a small tile twice. Steps go through graphs, in one case in two stages."""
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 1} if family == "llama3-bias" else {}
+    path = checkpoint(family, vocab_size=257, num_hidden_layers=2 if family == "qwen3" else 1, **shape)
+    model = exact_model(path, dtype)
+    rng = random.Random(family)
+    requests = [
+        (prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, 4)))
+        for prompt, params in random_requests(rng, 257, 2, 40)
+    ]
+    stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
+    results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
+    check_results([model], requests, results)
+    kinds = {tokens > 1 for _, tokens in llm.engine.executor.workers[0].runner.graphs._buckets}
+    assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
+
+
+def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    params = [SamplingParams(max_tokens=2 + i, seed=i, ignore_eos=True) for i in range(3)]
+    expected = LLM(path, **settings).generate([[5, 6, 7]] * 3, params, use_tqdm=False)
+    capture = cuda_graphs.capture
+
+    def small(run, *where):
+        if len(calls) == 1:
+            calls.append("failed")
+            raise torch.OutOfMemoryError("no memory")
+        calls.append("made")
+        return capture(run, *where)
+
+    calls: list[str] = []
+    monkeypatch.setattr(cuda_graphs, "capture", small)
+    llm = LLM(path, **settings)
+    found = llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)
+    assert [o.completions[0].logprobs for o in found] == [o.completions[0].logprobs for o in expected]
+    assert calls[:2] == ["made", "failed"] and "made" in calls[2:], "smaller ones are still made"
+
+
+def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
+    """The load refuses it; without the probe that does so, the property test finds it."""
+    path, rng = checkpoint("llama", vocab_size=257, num_hidden_layers=1), random.Random(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "chunks", lambda depth, features: rng.choice((1, 2)))
+        with pytest.raises(NumericsError, match="different bits in different batches"):
+            exact_model(path)
+        patch.setattr("samebits.model.exact.probe", lambda *_: None)
+        requests = [(list(range(3, 30)), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))]
+        results, _ = run_schedule(path, "float32", rng, requests, models := [exact_model(path)])
+        with pytest.raises(AssertionError):
+            check_results(models, requests, results)
+
+
+def test_gradients_are_the_cpus(checkpoint):
+    """Forward by other trees and backward by other code, so equal to rounding only."""
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    sequences = [list(range(3, 40)), list(range(5, 12))]
+    grads = []
+    for backend in ("triton", "cpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ops.BACKENDS, "cpu", backend)
+            ops.backend.cache_clear()
+            model = exact_model(path, "float32")
+            torch.cat(token_logprobs(model, sequences)).sum().backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+        ops.backend.cache_clear()
+    for name, grad in grads[0].items():
+        assert error(grad, grads[1][name].double(), grads[1][name].abs().max()) < 1e-4, name
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability, tmp_path):
+    """For Ampere, Hopper and Blackwell, without one of them."""
+    script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, script, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    compiled = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {c["kernel"] for c in compiled} >= {
+        "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
+        "_rms_norm_backward", "_gated_backward", "_rotary", "_peaks", "_thresholds", "_sums", "_finish",
+    }  # fmt: skip
+    norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
+    assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
+    sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
+    for c in compiled:
+        assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
+        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention"):
+            # Triton 3.6 keeps two words of decode's attention aside on sm_90, from before its loops until after them
+            aside = 8 if c["kernel"] == "_attention" and metadata.version("triton").startswith("3.6.") else 0
+            assert c["stack"] <= (aside if capability == 90 else 32), f"spills: {c}"
+            if capability == 90:
+                assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
+        if c["kernel"] == "_linear" and c["constants"]["EVEN_K"]:
+            assert not c["scalar_loads"], f"loads of one element: {c}"
+        assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
+        if c["kernel"] in ("_linear", "_linear_persistent", "_rms_norm") and "*bf16" in c["dtypes"]:
+            assert not c["contracted"], f"a * b + c was fused: {c}"
+        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish"):
+            assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"

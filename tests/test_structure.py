@@ -1,0 +1,81 @@
+"""The house's rules: imports run one way, no two files import each other, and each package stays within its budget."""
+
+import ast
+import pathlib
+
+import loc
+
+ROOT = pathlib.Path(__file__).parent.parent
+FLOORS = [  # each may import those below it, and nothing of its own floor but itself
+    {"cli"},
+    {"server", "integrations"},
+    {"trainer", "cluster"},
+    {"engine"},
+    {"model", "scheduler"},
+    {"kernels"},
+]
+ALONE = {"correction": set(), "kernels": set(), "scheduler": set()}  # what these may import of ours
+PACKAGES = {"correction"}.union(*FLOORS)
+
+
+def files() -> dict[str, pathlib.Path]:
+    """Module name, without "samebits.", -> file."""
+    found = {}
+    for package in sorted(PACKAGES):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = files()
+
+
+def imports(module: str, everywhere: bool = True) -> set[str]:
+    """The modules of ours that a file imports. everywhere: also inside functions, and for types only."""
+    file = MODULES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = [*package[: len(package) - node.level + 1], *filter(None, (node.module or "").split("."))]
+        elif (node.module or "").split(".")[0] == "samebits":
+            base = node.module.split(".")[1:]
+        else:
+            continue
+        for alias in node.names:
+            for name in (".".join([*base, alias.name]), ".".join(base)):
+                if name in MODULES:
+                    found.add(name)
+                    break
+    return found - {module}
+
+
+def test_imports_run_one_way():
+    level = {package: number for number, floor in enumerate(FLOORS) for package in floor}
+    wrong = []
+    for module in MODULES:
+        package = module.split(".")[0]
+        for other in {name.split(".")[0] for name in imports(module)} - {package}:
+            if package in ALONE:
+                wrong.append(f"{module} -> {other}")
+            elif other != "correction" and level[other] <= level[package]:
+                factory = (module, other) == ("engine.llm", "cluster")  # the one arrow that goes up
+                if not factory:
+                    wrong.append(f"{module} -> {other}")
+    assert not wrong
+
+
+def test_no_two_files_import_each_other():
+    arrows = {module: imports(module) for module in MODULES}
+    mutual = [(a, b) for a, others in arrows.items() for b in others if a < b and a in arrows[b]]
+    assert not mutual
+
+
+def test_packages_stay_within_their_budgets():
+    for group, budget in loc.BUDGETS.items():
+        size = loc.sizes()[group]
+        assert budget is None or size <= budget, f"{group} has {size} code lines, more than {budget}"

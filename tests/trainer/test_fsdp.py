@@ -1,0 +1,168 @@
+"""Engine against an FSDP2 trainer in processes of its own: the same bits."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from samebits import LLM, SamplingParams
+from samebits.trainer import exact_model, token_logprobs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "fsdp_score.py"
+
+
+def torchrun(world: int, job: dict, folder: pathlib.Path) -> dict:
+    torch.save(job, folder / "job.pt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
+    run = subprocess.run(
+        [*command, str(folder / "job.pt"), str(folder / "out.pt")], env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[:3000]
+    return torch.load(folder / "out.pt")
+
+
+def job_of(path, dtype, sampling, **changes) -> dict:
+    base = {
+        "path": str(path),
+        "dtype": dtype,
+        "sampling": sampling,
+        "threads": 1,
+        "checkpointing": False,
+        "master": False,
+        "rounds": 0,
+    }
+    return {**base, **changes}
+
+
+PROMPTS = [[5, 6, 7], [900] * 40, list(range(100, 133)), [3]]
+
+SETTINGS = [
+    # world, threads, dtype, fp32 master, checkpointing, sampling, family
+    (1, 2, "float32", False, False, {"temperature": 0.6}, "llama"),
+    (2, 1, "float32", False, True, {"temperature": 1.3, "top_k": 30}, "qwen3"),
+    (2, 1, "bfloat16", True, False, {"top_p": 0.8}, "qwen2"),
+    (1, 2, "bfloat16", False, True, {"min_p": 0.05}, "mistral"),
+    (2, 1, "bfloat16", False, False, {"temperature": 1.0, "min_tokens": 5}, "llama3-bias"),
+    (2, 2, "float32", False, True, {}, "llama"),
+    (2, 1, "float16", True, False, {"top_p": 0.9}, "qwen3"),
+    (2, 2, "bfloat16", True, True, {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.01}, "mistral"),
+]
+
+
+@pytest.mark.parametrize(("world", "threads", "dtype", "master", "checkpointing", "sampling", "family"), SETTINGS)
+def test_fsdp_trainer_recomputes_the_rollout_bit_for_bit(
+    checkpoint, tmp_path, world, threads, dtype, master, checkpointing, sampling, family
+):
+    path = checkpoint(family)
+    llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**22)
+    full = {**sampling, "n": 3, "max_tokens": 25, "seed": 11}
+    outputs = llm.generate(PROMPTS, SamplingParams(**full), use_tqdm=False)
+    sequences = [o.prompt_token_ids + c.token_ids for o in outputs for c in o.completions]
+    lens = [len(o.prompt_token_ids) for o in outputs for _ in o.completions]
+    job = job_of(path, dtype, full, threads=threads, checkpointing=checkpointing, master=master)
+    scores = torchrun(world, {**job, "sequences": sequences, "prompt_lens": lens}, tmp_path)
+    rollout = [torch.tensor(c.logprobs) for o in outputs for c in o.completions]
+    for way in ("packed", "right", "left"):
+        for ours, prompt, theirs in zip(rollout, lens, scores[way], strict=True):
+            assert torch.equal(ours, theirs[prompt:]), way
+
+
+@pytest.mark.parametrize(("world", "dtype", "checkpointing"), [(1, "float32", True), (2, "bfloat16", False)])
+def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, world, dtype, checkpointing):
+    sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
+    job = job_of(checkpoint("llama"), dtype, sampling, rounds=3, master=True, checkpointing=checkpointing)
+    first = torchrun(world, {**job, "prompts": PROMPTS}, tmp_path)
+    assert first["equal"] == [True] * 3
+    assert first["logprobs"][0] != first["logprobs"][1], "the optimizer did not move the weights"
+    again = torchrun(world, {**job, "prompts": PROMPTS}, tmp_path)
+    for a, b in zip(first["gradients"], again["gradients"], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "gradients differ from run to run"
+
+
+def test_gradients_are_close_to_plain_hf_in_fp64(checkpoint):
+    for family in ("llama", "llama3-bias", "qwen2", "qwen3", "mistral"):
+        path = checkpoint(family)
+        ids = [[5, 6, 7, 8] * 15, list(range(50, 91))]
+        ours = exact_model(path)
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        sum(lp.sum() for lp in token_logprobs(ours, ids)).backward()
+        for s in ids:
+            logits = reference(torch.tensor([s]), use_cache=False).logits[0, :-1]
+            logits.log_softmax(-1).gather(1, torch.tensor(s[1:])[:, None]).sum().backward()
+        expected = dict(reference.named_parameters())
+        floor = 1e-3 * max(p.grad.norm() for p in expected.values())  # a key's bias has almost no gradient
+        for name, parameter in ours.named_parameters():
+            exact = expected[name].grad
+            error = (parameter.grad - exact).norm() / exact.norm().clamp_min(floor)
+            assert error < 5e-4, f"{family} {name}: {error}"
+
+
+def test_activation_checkpointing_changes_no_gradient_bit(checkpoint):
+    grads = []
+    for recompute in (False, True):
+        model = exact_model(checkpoint("qwen2")).train()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        sum(lp.sum() for lp in token_logprobs(model, PROMPTS[:3])).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_entropy_and_its_gradient_are_those_of_the_distribution_in_fp64(checkpoint):
+    """Tempered and filtered; the reference filters by the same rule in fp64."""
+    path, ids = checkpoint("llama"), list(range(50, 91))
+    model = exact_model(path)
+    params = SamplingParams(temperature=1.3, top_k=30)
+    _, (entropy,) = token_logprobs(model, [ids], params, return_entropy=True)
+    assert entropy[0] == 0
+    entropy.sum().backward()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    z = reference(torch.tensor([ids]), use_cache=False).logits[0, :-1] / 1.3
+    logp = z.masked_fill(z < z.topk(30).values[:, -1:], -torch.inf).log_softmax(-1)
+    exact = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+    assert (entropy[1:] - exact).abs().max() < 1e-4
+    exact.sum().backward()
+    weight, expected = model.lm_head.weight.grad, reference.lm_head.weight.grad
+    assert (weight - expected).norm() / expected.norm() < 5e-4
+
+
+def test_padding_at_both_ends_is_the_same_and_a_hole_is_refused(checkpoint):
+    model = exact_model(checkpoint("llama"))
+    ids = torch.tensor([[0, 5, 6, 7, 0], [9, 8, 7, 6, 5]])
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        padded = token_logprobs(model, ids, attention_mask=mask)
+        packed = token_logprobs(model, [[5, 6, 7], [9, 8, 7, 6, 5]])
+    assert torch.equal(padded[0], torch.cat((torch.zeros(1), packed[0], torch.zeros(1))))
+    assert torch.equal(padded[1], packed[1])
+    with pytest.raises(ValueError, match="has a hole"):
+        token_logprobs(model, ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]] * 2))
+
+
+def test_token_ids_must_be_integers_in_range(checkpoint):
+    model = exact_model(checkpoint("llama"))
+    with pytest.raises(TypeError, match="integers"):
+        token_logprobs(model, [[5.9, 6.9]])
+    with pytest.raises(ValueError, match="vocabulary has 1001"):
+        token_logprobs(model, [[5, 1001]])
+
+
+@pytest.mark.parametrize("call", ["keyword", "positional", "base model"])
+def test_a_padding_mask_is_refused_and_not_ignored(checkpoint, call):
+    model = exact_model(checkpoint("llama"))
+    ids, mask = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])
+    calls = {
+        "keyword": lambda: model(ids, attention_mask=mask),
+        "positional": lambda: model(ids, mask),
+        "base model": lambda: model.base_model(ids, attention_mask=mask),
+    }
+    with pytest.raises(ValueError, match=r"takes no padding mask; use .*token_logprobs"):
+        calls[call]()
+    model(ids, torch.ones_like(mask))

@@ -1,0 +1,28 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+
+
+def publish(draft: pathlib.Path, target: pathlib.Path) -> None:
+    """Give a finished folder its name; an older one of this name goes when the new one is there."""
+    old = target.with_name(f".{target.name}.old")
+    sync(draft)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    os.replace(draft, target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Write a file, or the entries of a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
