@@ -34,11 +34,10 @@ def code_lines(file: pathlib.Path) -> int:
         if token.type not in SKIP:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(
+                range(node.lineno, (node.end_lineno or 0) + 1)
+            )  # of a module, class, function, field
     return len(lines)
 
 

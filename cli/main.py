@@ -6,57 +6,49 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.config import EngineConfig
-from .options import takes
+from .options import Options, with_options
 from .train import train
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut names of options off
     help="Rollouts whose log-probs are, bit for bit, the trainer's.",
 )
 console = Console()
 app.command()(train)
 
+ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": ["--pp"]})
+SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": ["-n"]})
+SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize", "output_kind")  # what is shown
+DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
+
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
-DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Seed = Annotated[int | None, typer.Option(help="Fixes the random numbers.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
-TopK = Annotated[int, typer.Option(help="Top-k sampling; 0 is off.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.command()
+@with_options(sampling=SAMPLING.with_defaults(max_tokens=64), engine=ENGINE)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The prompt, used as it is; '-' reads standard input.")],
-    n: Annotated[int, typer.Option("-n", help="Samples.")] = 1,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    max_tokens: MaxTokens = 64,
-    seed: Seed = None,
-    dtype: DType = "float32",
-    device: Device = "cpu",
     as_json: AsJson = False,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
-    """Completes a prompt and shows each token's log-prob."""
+    """Complete a prompt and show each token's log-prob."""
     from ..engine import LLM, SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    params = SamplingParams(
-        n=n, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
-    )  # checked before the model loads
-    out = LLM(model, dtype=dtype, device=device).generate(text, params)[0]
+    params = SamplingParams(**sampling)  # checked before the model loads
+    out = LLM(model, **engine).generate(text, params)[0]
     if as_json:
         rows = [
             {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
@@ -71,20 +63,13 @@ def generate(
 
 
 @app.command()
-def chat(
-    model: Model,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 1.0,
-    max_tokens: MaxTokens = 512,
-    seed: Seed = None,
-    dtype: DType = "float32",
-    device: Device = "cpu",
-) -> None:
-    """Talks with a model; an empty line, 'exit' or Ctrl-D ends it, Ctrl-C stops an answer."""
+@with_options(sampling=SAMPLING.without("n").with_defaults(temperature=0.7, max_tokens=512), engine=ENGINE)
+def chat(model: Model, *, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
+    """Talk with a model. An empty line, 'exit' or Ctrl-D ends it; Ctrl-C stops an answer."""
     from ..engine import LLM, SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model, dtype=dtype, device=device)
+    params = SamplingParams(**sampling)
+    llm = LLM(model, **engine)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -110,7 +95,7 @@ def chat(
 
 
 @app.command()
-@takes(EngineConfig, max_num_batched_tokens=256)  # small chunks let streams go on while a long prompt is computed
+@with_options(engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # streams wait for no longer prompts than these
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
@@ -123,10 +108,10 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Take weights as pickled tensors.")] = False,
-    **settings,
+    *,
+    engine: dict[str, Any],
 ) -> None:
-    """Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
+    """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
     import logging
     from concurrent.futures import ThreadPoolExecutor
 
@@ -138,9 +123,9 @@ def serve(
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
-        llm = loader.submit(LLM, model, **settings).result()
+        llm = loader.submit(LLM, model, **engine).result()
     guard = Guard(api_key, admin_key)
-    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout, "allow_pickle": allow_pickle}
+    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout}
     try:
         run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
     finally:
@@ -148,20 +133,20 @@ def serve(
 
 
 @app.command()
+@with_options(engine=ENGINE.only("dtype", "device", "linear_route").with_defaults(device="cpu"))
 def verify(
     model: Model,
-    dtype: DType = "float32",
-    device: Device = "cpu",
-    linear_route: Annotated[str, typer.Option(help="fma (any CPU) or mkl (Intel, strict mode).")] = "fma",
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
     plant_fault: Annotated[
         str | None, typer.Option(help="Replace this module's op by torch's, to see it fail.")
     ] = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
-    """Proves on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
+    """Prove on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
     from ..trainer.verify import verify as run
 
-    report = run(model, dtype, linear_route, seed, plant_fault, device=device)
+    report = run(model, seed=seed, plant_fault=plant_fault, **engine)
     table = Table(
         "sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0)
     )
@@ -182,13 +167,9 @@ def verify(
 
 
 @app.command()
-def contract(
-    dtype: DType = "float32",
-    device: Device = "cpu",
-    linear_route: Annotated[str, typer.Option(help="fma or mkl.")] = "fma",
-    as_json: AsJson = False,
-) -> None:
-    """Prints the numerics contract of this installation, and its hash."""
+@with_options(engine=ENGINE.only("dtype", "device", "linear_route").with_defaults(device="cpu"))
+def contract(as_json: AsJson = False, *, engine: dict[str, Any]) -> None:
+    """Print the numerics contract of this installation, and its hash."""
     from dataclasses import asdict
 
     import torch
@@ -196,8 +177,8 @@ def contract(
     from ..kernels.contract import Contract
     from ..model.exact import parse_dtype
 
-    where = torch.device(device)
-    found = Contract.of(parse_dtype(dtype, where), where, linear_route)
+    device = torch.device(engine["device"])
+    found = Contract.of(parse_dtype(engine["dtype"], device), device, engine["linear_route"])
     if as_json:
         print(json.dumps({**asdict(found), "hash": found.hash}))
         return
@@ -209,20 +190,21 @@ def contract(
 
 
 @app.command()
+@with_options(engine=ENGINE.without("exact").with_defaults(kv_cache_memory_bytes=2**30, skip_tokenizer_init=True))
 def bench(
     model: Model = "smollm2",
     workload: Annotated[str, typer.Option(help="mixed or grouped.")] = "mixed",
     repeats: Annotated[int, typer.Option(help="Timed runs per engine; the median counts.")] = 3,
-    dtype: DType = "float32",
-    device: Device = "cpu",
     as_json: AsJson = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
-    """Times the engine on a workload, with its exact ops and with torch's."""
+    """Time the engine on a workload, with its exact ops and with torch's."""
     from .bench import WORKLOADS, measure
 
     if workload not in WORKLOADS:
         raise ValueError(f"workload {workload!r}; choose one of {', '.join(WORKLOADS)}")
-    results = [measure(model, WORKLOADS[workload](), repeats, dtype, exact, device=device) for exact in (True, False)]
+    results = [measure(model, WORKLOADS[workload](), repeats, exact=exact, **engine) for exact in (True, False)]
     if as_json:
         print(json.dumps(results))
         return
@@ -233,13 +215,36 @@ def bench(
     console.print(table)
 
 
-def _params(temperature: float, top_p: float, top_k: int, min_p: float):
-    from ..engine import SamplingParams
+@app.command()
+@with_options(sampling=SAMPLING.with_defaults(n=8, max_tokens=256), engine=ENGINE)
+def rollout(
+    model: Model,
+    prompts: Annotated[Path, typer.Argument(help='JSONL with "prompt", "prompt_token_ids" or "messages" per line.')],
+    out: Annotated[Path, typer.Option(help="The rollouts, JSONL, as diagnose and calibrate read them.")],
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Sample exact rollouts: the reference that calibrate compares other engines with."""
+    from ..engine import LLM, SamplingParams
+    from . import mismatch
 
-    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    params = SamplingParams(**sampling)
+    count = mismatch.write_exact(LLM(model, **engine), prompts, out, params)
+    console.print(f"{count} rollouts in {out}", highlight=False)
 
 
-def _scorer(model: str | None, dtype: str, device: str):
+# --- mismatch ---------------------------------------------------------------------------------------------------------
+
+Rollouts = Annotated[
+    str, typer.Argument(help="Rollouts: JSONL, parquet, npz, replies of vLLM or SGLang, trainers' dumps.")
+]
+Scorer = Annotated[str | None, typer.Option("--model", help="Score the tokens exactly with this model.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with plots here.")]
+SCORING = ENGINE.only("dtype", "device").with_defaults(device="cpu")
+
+
+def _scorer(model: str | None, engine: dict[str, Any]):
     """(the exact model or None, a decoder of token ids or None)."""
     if model is None:
         return None, None
@@ -248,7 +253,7 @@ def _scorer(model: str | None, dtype: str, device: str):
     from ..model import exact_model
     from ..model.checkpoint import resolve
 
-    scorer = exact_model(model, dtype, device)
+    scorer = exact_model(model, **engine)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(model))
     except (OSError, ValueError):
@@ -256,61 +261,26 @@ def _scorer(model: str | None, dtype: str, device: str):
     return scorer, tokenizer.decode
 
 
-Rollouts = Annotated[
-    str, typer.Argument(help="Rollouts: JSONL, parquet, npz, replies of vLLM or SGLang, trainers' dumps.")
-]
-Scorer = Annotated[str | None, typer.Option("--model", help="Score the tokens exactly with this model.")]
-MinP = Annotated[float, typer.Option(help="Min-p sampling, or the rho of vocabulary pruning; 0 is off.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with plots here.")]
-
-
 @app.command()
-def rollout(
-    model: Model,
-    prompts: Annotated[Path, typer.Argument(help='JSONL with "prompt", "prompt_token_ids" or "messages" a line.')],
-    out: Annotated[Path, typer.Option(help="The rollouts, JSONL, as diagnose and calibrate read them.")],
-    n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 8,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    max_tokens: MaxTokens = 256,
-    seed: Seed = None,
-    dtype: DType = "float32",
-    device: Device = "cpu",
-) -> None:
-    """Samples exact rollouts: the reference that calibrate compares other engines with."""
-    from ..engine import LLM, SamplingParams
-    from . import mismatch
-
-    params = SamplingParams(
-        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, seed=seed
-    )
-    count = mismatch.write_exact(LLM(model, dtype=dtype, device=device), prompts, out, params)
-    console.print(f"{count} rollouts in {out}", highlight=False)
-
-
-@app.command()
+@with_options(sampling=DISTRIBUTION, engine=SCORING)
 def diagnose(
     rollouts: Rollouts,
     model: Scorer = None,
-    dtype: DType = "float32",
-    device: Device = "cpu",
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
     page: Html = None,
     as_json: AsJson = False,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
-    """Measures an engine's mismatch: its log-probs against exact ones, or against the trainer's that the file holds.
+    """Measure an engine's mismatch: its log-probs against exact ones, or against the trainer's that the file holds.
 
     The sampling options are those that the rollouts were made with.
     """
+    from ..engine import SamplingParams
     from . import mismatch, report
 
-    params = _params(temperature, top_p, top_k, min_p)
-    scorer, decode = _scorer(model, dtype, device)
+    params = SamplingParams(**sampling)
+    scorer, decode = _scorer(model, engine)
     result = mismatch.diagnose(rollouts, scorer, params)
     parts = report.diagnosis(result, decode)
     if page is not None:
@@ -323,34 +293,33 @@ def diagnose(
 
 
 @app.command()
+@with_options(sampling=DISTRIBUTION, engine=SCORING)
 def calibrate(
     rollouts: Rollouts,
     reference: Annotated[
         str | None, typer.Option(help="Exact rollouts of the same prompts and weights (`samebits rollout`).")
     ] = None,
     model: Scorer = None,
-    dtype: DType = "float32",
-    device: Device = "cpu",
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    mode: Annotated[str, typer.Option(help="Of the loss: decoupled or bypass.")] = "decoupled",
+    mode: Annotated[str, typer.Option(help="Mode of the loss: decoupled or bypass.")] = "decoupled",
     batch_size: Annotated[int, typer.Option(help="Sequences in a training batch.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     page: Html = None,
     as_json: AsJson = False,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
-    """Chooses a correction and its threshold for an engine's rollouts, against exact ones.
+    """Choose a correction and its threshold for an engine's rollouts, against exact ones.
 
     Records need advantages, or a reward and a group; a recommendation needs a model, for its gradients.
     """
     from dataclasses import asdict
 
+    from ..engine import SamplingParams
     from . import mismatch, report
 
-    params = _params(temperature, top_p, top_k, min_p)
-    scorer, _ = _scorer(model, dtype, device)
+    params = SamplingParams(**sampling)
+    scorer, _ = _scorer(model, engine)
     result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
     chosen = result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])
@@ -364,7 +333,7 @@ def calibrate(
 
 
 def main() -> None:
-    """Runs the CLI; what is wrong with the input is one line, not a traceback."""
+    """Run the command line; what is wrong with the input is one line, not a traceback."""
     try:
         app()
     except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ImportError, MemoryError) as error:

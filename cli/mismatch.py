@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ..correction import Correction, Diagnosis, LogProbs
 from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
 from ..engine.sampling_params import SamplingParams
+from ..engine.weights import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
 TOKENS_PER_BATCH = 1 << 18
@@ -86,7 +87,7 @@ def diagnose(
     )
     diagnosis, gaps, copied = Diagnosis(), [], True
     found: list[dict[str, Any]] = []
-    for batch in _batches(rollouts):
+    for batch in buckets(rollouts, lambda rollout: len(rollout.token_ids), TOKENS_PER_BATCH):
         lp = packed(batch, trainer)
         d = diagnosis.add(lp, _flips(batch)[lp.mask])
         found = heapq.nlargest(worst, [*found, *_worst(batch, lp, d, worst)], key=lambda w: w["abs"])
@@ -111,19 +112,6 @@ _COPIED = (
     "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose tokens then read as without "
     "mismatch."
 )
-
-
-def _batches(rollouts: Iterable[Rollout]) -> Iterator[list[Rollout]]:
-    batch: list[Rollout] = []
-    size = 0
-    for rollout in rollouts:
-        batch.append(rollout)
-        size += len(rollout.token_ids)
-        if size >= TOKENS_PER_BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _flips(rollouts: list[Rollout]) -> torch.Tensor:

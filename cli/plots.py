@@ -8,7 +8,7 @@ from typing import Any
 
 from ..correction.calibration import Assessment, Calibration
 from ..correction.calibration.assess import CONTRIBUTION_EDGES
-from ..correction.theory import predicted_chi2
+from ..correction.diagnose import predicted_chi2
 from .mismatch import Report
 
 

@@ -10,6 +10,8 @@ from typing import IO, Annotated, Any
 import typer
 from rich.console import Console
 
+from .options import Options, with_options
+
 TINY = "tiny"
 LOG = "log.jsonl"
 PANELS = (
@@ -18,39 +20,35 @@ PANELS = (
 )  # fmt: skip
 
 
+TINY_DEFAULTS = {"lr": 3e-4, "groups_per_step": 64}
+TRAINING = Options.of("trainer/rl/config.py", "TrainConfig", {"group_size": ["-n"]})
+TRAINING = TRAINING.without("model", "correction", "sampling", "engine", "output_dir").with_defaults(save_every=50)
+SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {}).with_defaults(max_tokens=64)
+ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": ["--pp"]})
+
+
+@with_options(
+    training=TRAINING,
+    sampling=SAMPLING.only(
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"
+    ),
+    engine=ENGINE.without("dtype", "device"),
+)
 def train(
-    model: Annotated[str, typer.Option(help="Checkpoint, hub id, 'smollm2', or 'tiny': made from scratch.")],
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Checkpoint, hub id or 'smollm2'; 'tiny' is made from scratch, for 64 groups per step at a learning "
+            "rate of 3e-4 unless those are given."
+        ),
+    ],
     task: Annotated[str, typer.Option(help="arithmetic, sorting, brackets, or a .jsonl of prompts and answers.")],
     output_dir: Annotated[Path, typer.Option(help="Log, checkpoints and plots; an earlier run there is resumed.")],
-    algorithm: Annotated[str, typer.Option(help="grpo, dr_grpo, dapo, gspo, cispo, rloo or reinforce.")] = "grpo",
-    mode: Annotated[str, typer.Option(help="recompute, bypass or decoupled.")] = "bypass",
-    correction: Annotated[str | None, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = None,
+    correction: Annotated[str, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = "none",
     verifier: Annotated[
-        str | None, typer.Option(help="Of a .jsonl task: exact (as is unless said) or math-verify.")
+        str | None, typer.Option(help="Verifier of a .jsonl task: exact (the default) or math-verify.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 200,
-    groups_per_step: Annotated[
-        int | None, typer.Option(help="Prompts a step: 16, or 64 for a tiny model.", show_default=False)
-    ] = None,
-    group_size: Annotated[int, typer.Option("--group-size", "-n", help="Samples of each prompt.")] = 8,
-    minibatches: Annotated[int, typer.Option(help="Optimizer updates a step.")] = 1,
-    staleness: Annotated[int, typer.Option(help="Start rollouts so many steps early; 0 is on policy.")] = 0,
-    filter_uniform: Annotated[bool, typer.Option(help="Leave out groups of equal rewards.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 64,
-    temperature: Annotated[float, typer.Option()] = 1.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option()] = 0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    lr: Annotated[float | None, typer.Option(help="1e-6, or 3e-4 for a tiny model.", show_default=False)] = None,
-    warmup: Annotated[int, typer.Option(help="Updates until lr is reached.")] = 0,
-    kl_coef: Annotated[float, typer.Option(help="Weight of the KL to the initial model.")] = 0.0,
-    kl: Annotated[str, typer.Option(help="k3 (in the loss) or k1 (in the advantages).")] = "k3",
-    device: Annotated[str, typer.Option(help="Of engine and trainer.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; master weights are float32.")] = "float32",
-    chat: Annotated[bool, typer.Option(help="Put prompts through the chat template.")] = False,
-    activation_checkpointing: Annotated[bool, typer.Option()] = False,
-    sleep: Annotated[bool, typer.Option(help="The engine frees its KV cache while the trainer works.")] = False,
-    max_tokens_per_pack: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 4096,
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     engine_url: Annotated[
         str | None, typer.Option(help="A `samebits serve` of the same model, instead of an engine in this process.")
@@ -61,60 +59,52 @@ def train(
     sync_dir: Annotated[
         Path | None, typer.Option(help="Weights go to that server through this directory, not a process group.")
     ] = None,
-    exact: Annotated[bool, typer.Option(help="--no-exact: torch's own ops on both sides, a control.")] = True,
-    check: Annotated[str, typer.Option(help="Compare bits at 'every' step, the 'first', or 'off'.")] = "every",
     supervise_until: Annotated[
         float | None,
-        typer.Option(help="A tiny model first learns from solved problems, until it gets so many right: 0.2."),
+        typer.Option(help="A tiny model first learns from solved problems, until this share of answers is right: 0.2."),
     ] = None,
     evaluate_every: Annotated[int, typer.Option(help="Steps between validations; 0 is never.")] = 20,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 saves at the end only.")] = 50,
-    seed: Annotated[int, typer.Option()] = 0,
+    *,
+    training: dict[str, Any],
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
-    """Trains a model on a verifiable task with exact rollouts; under torchrun, with FSDP2 over all its processes."""
+    """Train a model on a verifiable task with exact rollouts; under torchrun, with FSDP2 over all its processes."""
     import torch
     import torch.distributed as dist
 
-    from ..correction import Correction, preset
+    from ..correction import preset
     from ..engine import SamplingParams
     from ..kernels import ops
     from ..trainer import save_weights
     from ..trainer.fsdp import init_process_group
     from ..trainer.rl import TrainConfig, Trainer, make_task
 
-    ops.backend(torch.device(device))  # or there are no kernels for it
-    init_process_group(device)
+    ops.backend(torch.device(training["device"]))  # or there are no kernels for it
+    init_process_group(training["device"])
     if verifier is not None and not task.endswith(".jsonl"):
         raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
-    problems = make_task(task, **({} if verifier is None else {"verifier": verifier}), seed=seed)
+    problems = make_task(task, **({} if verifier is None else {"verifier": verifier}), seed=training["seed"])
     if evaluate_every:
         try:
             problems.problem(0, "validation")
         except ValueError as error:
             raise ValueError(f"{error}; --evaluate-every 0 trains without validation") from error
-    if kv_cache_gib is not None and engine_url is not None:
-        raise ValueError("--kv-cache-gib is of an engine in this process; the server at --engine-url has its own")
-    if sync_dir is not None and engine_url is None:
-        raise ValueError("--sync-dir needs --engine-url")
-    engine: dict[str, Any] = {"exact": exact}
-    if kv_cache_gib is not None:
-        engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     tiny = model == TINY
+    if tiny:
+        training |= {name: value for name, value in TINY_DEFAULTS.items() if _is_default(context, name)}
     config = TrainConfig(
-        model=str(output_dir / TINY) if tiny else model, device=device, dtype=dtype, algorithm=algorithm, mode=mode,  # type: ignore[arg-type]
-        correction=preset(correction) if correction else Correction(), kl=kl, kl_coef=kl_coef,  # type: ignore[arg-type]
-        steps=steps, groups_per_step=(64 if tiny else 16) if groups_per_step is None else groups_per_step,
-        group_size=group_size, minibatches=minibatches, staleness=staleness, filter_uniform=filter_uniform, chat=chat,
-        sampling=SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
-        ),
-        lr=lr if lr is not None else 3e-4 if tiny else 1e-6, warmup=warmup, max_tokens_per_pack=max_tokens_per_pack,
-        activation_checkpointing=activation_checkpointing, sleep=sleep, seed=seed, check=check,  # type: ignore[arg-type]
-        save_every=save_every, output_dir=output_dir, engine=engine,
-    )  # fmt: skip
+        model=str(output_dir / TINY) if tiny else model,
+        correction=preset(correction),
+        sampling=SamplingParams(**sampling),
+        output_dir=output_dir,
+        engine=_engine_settings(ENGINE.changed(engine), kv_cache_gib, engine_url, sync_dir),
+        **training,
+    )
     console = Console(quiet=dist.get_rank() > 0)
     if tiny:
-        _make_tiny(output_dir / TINY, problems, 0.2 if supervise_until is None else supervise_until, seed, console)
+        until = 0.2 if supervise_until is None else supervise_until
+        _make_tiny(output_dir / TINY, problems, until, config.seed, console)
     elif supervise_until is not None:
         raise ValueError("--supervise-until is for --model tiny")
     llm = None
@@ -132,6 +122,26 @@ def train(
         plot(output_dir / LOG, output_dir / "curves.png")
     console.print(f"done: {output_dir}", highlight=False)
     dist.destroy_process_group()
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    """True for an option that wasn't given."""
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
+
+
+def _engine_settings(
+    given: dict[str, Any], kv_cache_gib: float | None, engine_url: str | None, sync_dir: Path | None
+) -> dict[str, Any]:
+    """The settings of the engine in this process, which is not there with an `engine_url`."""
+    if kv_cache_gib is not None:
+        given["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if engine_url is None and sync_dir is not None:
+        raise ValueError("--sync-dir needs --engine-url")
+    local = [f"--{name.replace('_', '-')}" for name in given if name not in ("exact", "linear_route")]
+    if engine_url is not None and local:
+        raise ValueError(f"{', '.join(local)}: for an engine in this process; the server at --engine-url has its own")
+    return given
 
 
 def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) -> None:

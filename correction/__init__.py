@@ -1,13 +1,13 @@
-"""Corrections for training-inference mismatch and its diagnosis: plain tensors in and out.
+"""Corrections for training-inference mismatch, and its diagnosis: plain tensors in and out.
 
-Stands alone: torch is all it imports. `correction.calibration` finds out which correction an engine needs.
+Stands alone: torch is all it imports. `samebits.correction.calibration` chooses among corrections.
 """
 
 from .actions import PRESETS, Corrected, Correction, Gate, Weight, preset
 from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
 from .metrics import correction_metrics, summarize
-from .pruning import bias_bound, coverage, prune_logits, safe_set
+from .pruning import prune_logits, safe_set
 from .statistics import LogProbs, Statistic
 
 __all__ = [
@@ -20,10 +20,8 @@ __all__ = [
     "PolicyLoss",
     "Statistic",
     "Weight",
-    "bias_bound",
     "contribution",
     "correction_metrics",
-    "coverage",
     "effective_coefficients",
     "policy_loss",
     "preset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .statistics import LogProbs, Ratio, apply_kernel, exp, wide
-from .theory import predicted_chi2
 
 _DECADES = 8  # |d| from 1e-8 up; below counts as 1e-8, exact zeros apart
 _PER_DECADE = 32
@@ -25,8 +25,14 @@ _VIEWS = {"all": ["all"], "by_probability": [f"{a} to {b}" for a, b in pairwise(
 _VIEWS |= {"by_position": _POWERS, "by_length": _POWERS}  # view -> its bins
 
 
+def predicted_chi2(k3: float, length: float) -> float:
+    """exp(2 K3 T) - 1: a sequence's chi2 for Gaussian log ratios of K3 nats a token. inf where it overflows."""
+    exponent = 2 * k3 * length
+    return math.expm1(exponent) if exponent < 700 else math.inf
+
+
 class Diagnosis:
-    """Accumulates batches; all state is sums, counts and extremes, so that parts computed apart can be merged.
+    """Accumulates batches; all state is sums, counts and extremes, so that ranks can each do a part and `all_reduce`.
 
     With `ratio` "above/below", d = log above - log below, and expectations are over `below`, which sampled the tokens:
     mean k1, k2 and k3 estimate KL(below || above). chi2 and ESS are of the weights above / below, self-normalised.
@@ -80,14 +86,13 @@ class Diagnosis:
         for name, value in zip(_SUMS, values, strict=True):
             self.sums[name] += float(value.sum())
 
-    def state(self) -> tuple[Tensor, Tensor]:
-        """Everything summed, and everything maximised, flat: all-reduce the two and give them to `load`."""
+    def _state(self) -> tuple[Tensor, Tensor]:
+        """Everything that is summed, and everything that is maximised, flat."""
         totals = torch.tensor(list(self.sums.values()), dtype=torch.float64)
         sums = [*(table.flatten() for table in self.tables.values()), self.histogram, totals]
         return torch.cat(sums), torch.cat(list(self.largest.values()))
 
-    def load(self, sums: Tensor, largest: Tensor) -> None:
-        """Takes the place of the present state."""
+    def _set_state(self, sums: Tensor, largest: Tensor) -> None:
         sizes = [*(table.numel() for table in self.tables.values()), _BINS, len(self.sums)]
         *tables, self.histogram, totals = sums.clone().split(sizes)
         self.tables = {view: part.view(-1, len(_COLUMNS)) for view, part in zip(_VIEWS, tables, strict=True)}
@@ -95,9 +100,9 @@ class Diagnosis:
         self.sums = dict(zip(self.sums, totals.tolist(), strict=True))
 
     def all_reduce(self, reduce: Callable[[Tensor, str], Tensor]) -> None:
-        """reduce(tensor, "sum" | "max") over ranks."""
-        sums, largest = self.state()
-        self.load(reduce(sums, "sum"), reduce(largest, "max"))
+        """Take the place of all ranks' diagnoses. reduce(tensor, "sum" | "max") returns the tensor over all ranks."""
+        sums, largest = self._state()
+        self._set_state(reduce(sums, "sum"), reduce(largest, "max"))
 
     def quantile(self, q: float) -> float:
         """Of |d|, from a histogram with 32 bins a decade (within 7 %); exact where it is 0, never above the largest."""

@@ -29,15 +29,3 @@ def prune_logits(logits: Tensor, rho: float, gap: float = 50.0) -> Tensor:
     """
     fill = logits.detach().amax(-1, keepdim=True) - gap
     return torch.where(safe_set(logits, rho), logits, fill)
-
-
-@torch.no_grad()
-def coverage(logits: Tensor, rho: float) -> Tensor:
-    """fp64 [...]: Z, the probability that the safe set holds. TV(pruned, unpruned) = 1 - Z."""
-    probabilities = logits.double().softmax(-1)
-    return torch.where(safe_set(logits, rho), probabilities, 0.0).sum(-1)
-
-
-def bias_bound(coverage: Tensor, reward_range: float, length: int) -> float:
-    """|J(pruned) - J(pi)| <= range(R) T (1 - min Z)."""
-    return reward_range * length * float(1 - coverage.min())

@@ -5,55 +5,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, by vLLM's names. Only `dtype`, `device`, `linear_route` and `exact` change a bit of a result.
-
-    Attributes:
-        dtype: float32, bfloat16 or float16.
-        device: Where the model runs, such as cpu or cuda (unset: cpu).
-        max_model_len: Most tokens of prompt and completion (unset: the model's limit).
-        max_num_seqs: Sequences that a step may run.
-        max_num_batched_tokens: Tokens that a step may compute, the chunk size (unset: 2048, or 256 in a pipeline, whose
-            later stages wait for the first chunk).
-        kv_cache_memory_bytes: Size of the KV pool in each stage and replica (unset: a quarter of the free memory,
-            divided among the workers of a machine, or less if less can be used).
-        gpu_memory_utilization: Share of a GPU's memory that weights, KV and a step may take together.
-        enforce_eager: Use no CUDA graphs.
-        async_scheduling: Prepare a step while the one before it runs, without waiting for its tokens (unset: on a GPU,
-            where the model is in one stage).
-        enable_prefix_caching: Reuse KV across requests.
-        skip_tokenizer_init: Take and give token ids only.
-        linear_route: How linear layers multiply; see `samebits.model.exact_model`.
-        exact: Keep the promise; without, torch's own ops run, as a control.
-        pipeline_parallel_size: Stages of a replica, each with a slice of the layers and a process.
-        replicas: Engines behind one queue.
-        backend: mp (stages are children of this process), ray (replicas and stages are actors of a Ray cluster, a local
-            one where there is no other) or inproc (stages in this process); unset: ray for replicas, else mp.
-        batches_in_flight: Steps under way in a pipeline (unset: as many as stages).
-        stage_layers: Layers of each stage, such as 17,13 (unset: by their size).
-        worker_timeout: Seconds until a worker that doesn't answer counts as dead.
-        start_timeout: Seconds in which a worker must have loaded the model.
-    """
+    """Engine settings, by vLLM's names. Only `dtype`, `device`, `linear_route` and `exact` change a bit of a result."""
 
     dtype: str = "float32"
+    """Number format of weights and activations: float32, bfloat16 or float16."""
     device: str | None = None
+    """Where the model runs, such as cpu or cuda; unset, cpu."""
     max_model_len: int | None = None
+    """Most tokens of prompt and completion together; unset, the model's limit."""
     max_num_seqs: int = 128
+    """Most sequences that a step may run."""
     max_num_batched_tokens: int = None  # type: ignore[assignment]  # chosen below
+    """Most tokens that a step may compute, the chunk size. Unset, 2048, or 256 in a pipeline, whose later stages wait
+    for the first chunk."""
     kv_cache_memory_bytes: int | None = None
+    """Size of the KV pool in each stage and replica. Unset, a quarter of the free memory, divided among the workers of
+    a machine, or less if less can be used."""
     gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that weights, KV and a step may take together."""
     enforce_eager: bool = False
+    """Use no CUDA graphs."""
     async_scheduling: bool | None = None
+    """Prepare a step while the one before it runs, without waiting for its tokens. Unset, where the model is in one
+    stage on a GPU."""
     enable_prefix_caching: bool = True
+    """Reuse KV across requests."""
     skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and outputs are token ids only."""
     linear_route: str = "fma"
+    """How the CPU multiplies matrices: fma (any CPU) or mkl (Intel, strict mode); see `samebits.model.exact_model`."""
     exact: bool = True
+    """Compute with the exact ops. False: with torch's own, the control without the promise."""
     pipeline_parallel_size: int = 1
+    """Stages of a replica, each with a slice of the layers and a process."""
     replicas: int = 1
+    """Engines behind one queue."""
     backend: str = None  # type: ignore[assignment]  # chosen below
+    """What runs stages and replicas: mp (stages are children of this process), ray (replicas and stages are actors of a
+    Ray cluster, a local one where there is no other) or inproc (stages in this process). Unset, ray for replicas, else
+    mp."""
     batches_in_flight: int | None = None
+    """Steps under way in a pipeline; unset, as many as it has stages."""
     stage_layers: tuple[int, ...] | None = None
+    """Layers of each stage, such as 17,13; unset, by their size."""
     worker_timeout: float = 60.0
+    """Seconds until a worker that doesn't answer counts as dead."""
     start_timeout: float = 300.0
+    """Seconds in which a worker must have loaded the model."""
 
     @property
     def in_this_process(self) -> bool:

@@ -40,35 +40,44 @@ class SamplingParams:
     The distribution is softmax(logits / temperature), masked by top_k, top_p and min_p in this order, renormalised;
     log-probs are of exactly this distribution. temperature=0 is greedy: filters are off and log-probs are those of
     temperature 1. A top_k of 0 or -1 is off. Tokens tied at a filter's edge stay in.
-
-    n: samples of the prompt. max_tokens: None is as many as the model allows. min_tokens: EOS and stop tokens have
-    probability 0 before. stop: strings that end the text (cut off from it; their tokens stay in token_ids).
-    seed: None draws one from the OS per request; samples of one request never share their random numbers.
-    logprobs: that many most probable alternatives per token, and the token's rank. prompt_logprobs: score the prompt's
-    tokens too, with that many alternatives each (True: 0, False: None).
-    raw_logprobs: also report the sampled token's log-prob at temperature 1 without filters.
-    detokenize: False leaves the text out. include_stop_str_in_output: the text keeps the stop string or token that
-    ended it. output_kind: what `LLM.step` reports.
     """
 
     n: int = 1
+    """Samples of the prompt."""
     temperature: float = 1.0
+    """What logits are divided by; 0 is greedy."""
     top_p: float = 1.0
+    """Nucleus sampling: keep the most probable tokens that together have this probability; 1 is off."""
     top_k: int = 0
+    """Keep this many of the most probable tokens; 0 and -1 are off."""
     min_p: float = 0.0
+    """Keep tokens that are at least this probable, relative to the most probable one; 0 is off."""
     max_tokens: int | None = 16
+    """Most tokens of a completion; None is as many as the model allows."""
     min_tokens: int = 0
+    """Tokens before which EOS and stop tokens have probability 0."""
     stop: str | Sequence[str] = ()
+    """Strings that end the text. They are cut off from it; their tokens stay in token_ids."""
     stop_token_ids: Sequence[int] = ()
+    """Token ids that end a completion."""
     ignore_eos: bool = False
+    """Go on after EOS."""
     seed: int | None = None
+    """Fixes the random numbers; unset, the OS draws one per request. Samples of one request never share theirs."""
     logprobs: int | None = None
+    """Report this many most probable alternatives per token, and the token's rank."""
     prompt_logprobs: int | None = None
+    """Score the prompt's tokens, too, with this many alternatives each. True is 0, False is None."""
     raw_logprobs: bool = False
+    """Also report the sampled token's log-prob at temperature 1 without filters."""
     detokenize: bool = True
+    """Make text of the tokens."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string or token that ended the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What `LLM.step` reports."""
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)

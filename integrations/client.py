@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
 from ..engine.weights import (
     DEFAULT_GROUP_NAME,
-    DEFAULT_LABEL,
     TensorSpec,
     WeightGroup,
     check_contract,
@@ -25,6 +24,7 @@ from ..engine.weights import (
 from ..kernels.contract import Contract
 
 BUCKET_BYTES = 64 * 2**20
+FIRST_VERSION = "default"  # what a server calls the weights that it started with
 
 
 class ServerError(RuntimeError):
@@ -203,7 +203,7 @@ class _Meanwhile:
 
 
 def _version(label: str) -> int | str:
-    return 0 if label == DEFAULT_LABEL else int(label) if label.isdecimal() else label
+    return 0 if label == FIRST_VERSION else int(label) if label.isdecimal() else label
 
 
 def _fields(params: SamplingParams) -> dict:

@@ -70,12 +70,11 @@ def create_app(
     guard: Guard | None = None,
     max_waiting: int = 1024,
     transfer_timeout: float = 300.0,
-    allow_pickle: bool = False,
 ) -> FastAPI:
     """The application around an engine, which belongs to it from its start on.
 
     max_waiting: sequences in the queue before new requests get 503. transfer_timeout: seconds, for the rendezvous and
-    each broadcast of a weight update. allow_pickle: take weights as pickles (read by an allow-list).
+    each broadcast of a weight update.
     """
     guard = guard or Guard()
     found = Metrics()
@@ -84,8 +83,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = AsyncEngine(llm, max_waiting, found.observe_step)
         updates = WeightUpdates(engine, transfer_timeout)
-        settings = {"max_waiting": max_waiting, "allow_pickle": allow_pickle}
-        app.state.service = found.service = Service(engine, updates, model_name, settings, allow_pickle)
+        app.state.service = found.service = Service(engine, updates, model_name, {"max_waiting": max_waiting})
         engine.start()
         yield
         updates.close()

@@ -30,7 +30,6 @@ class Service:
     updates: WeightUpdates
     model_name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    allow_pickle: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -10,7 +10,6 @@ from pydantic import Field
 from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import Service, service
-from .unpickle import named_tensors
 
 control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
@@ -62,11 +61,6 @@ class FromDistributedBody(_UpdateBody):
         default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
     )
     selector: Literal["all"] | None = "all"
-
-
-class FromTensorBody(_UpdateBody):
-    serialized_named_tensors: list[str]
-    load_format: Literal["flattened_bucket"] | None = None
 
 
 class SelectorBody(Body):
@@ -158,19 +152,6 @@ async def update_weights_from_distributed(body: FromDistributedBody, http: Reque
     await _before(server, body)
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
     return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.label))
-
-
-@control.post("/update_weights_from_tensor")
-async def update_weights_from_tensor(body: FromTensorBody, http: Request):
-    """Reads pickled tensors, with an unpickler that makes nothing but tensors. Off without --allow-pickle."""
-    server = service(http)
-    if not server.allow_pickle:
-        raise PermissionError("pickled tensors are off; start the server with --allow-pickle, or use another way")
-    if len(body.serialized_named_tensors) != 1:
-        raise ValueError(f"expected 1 entry, for one rank, got {len(body.serialized_named_tensors)}")
-    await _before(server, body)
-    tensors = named_tensors(body.serialized_named_tensors[0], body.load_format)
-    return done(await server.updates.load(tensors, body.label))
 
 
 @control.post("/begin_weight_update")

@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
-
-from torch import Tensor
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
 from ..engine.weights import DEFAULT_LABEL, TensorSpec
@@ -21,10 +19,30 @@ from .async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_LABELS = 1024  # more versions than the tokens of running requests can be of
 
 
 class ConflictError(RuntimeError):
     """Something else is in the way of what was asked."""
+
+
+class VersionLabels:
+    """The clients' names for weight versions. Only the newest `MAX_LABELS` names are kept: others are the number."""
+
+    def __init__(self) -> None:
+        self._names = {0: DEFAULT_LABEL}
+
+    def of(self, version: int) -> str:
+        """The name of a version: its number, unless a client named it otherwise."""
+        return self._names.get(version, str(version))
+
+    def name(self, version: int, label: str) -> None:
+        """Name a version."""
+        self._names.pop(version, None)
+        if label != str(version):
+            self._names[version] = label
+        if len(self._names) > MAX_LABELS:
+            del self._names[min(self._names)]
 
 
 class WeightUpdates:
@@ -32,7 +50,7 @@ class WeightUpdates:
 
     def __init__(self, engine: AsyncEngine, timeout: float):
         self.engine, self.timeout = engine, timeout
-        self.labels = {0: DEFAULT_LABEL}
+        self.labels = VersionLabels()
         self.groups: set[str] = set()  # names of those that were joined
         self.pending: WeightUpdate | None = None
         self._explicit = False  # begun by the client, who will also say when it ends
@@ -44,11 +62,10 @@ class WeightUpdates:
         return self.label_of(self.engine.llm.weight_version)
 
     def label_of(self, version: int | None) -> str:
-        version = self.engine.llm.weight_version if version is None else version
-        return self.labels.get(version, str(version))
+        return self.labels.of(self.engine.llm.weight_version if version is None else version)
 
     def relabel(self, label: str) -> None:
-        self.labels[self.engine.llm.weight_version] = label
+        self.labels.name(self.engine.llm.weight_version, label)
 
     async def begin(self) -> None:
         """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
@@ -75,8 +92,8 @@ class WeightUpdates:
                 f"forgotten now; send all of it, or resume again to go on with version {self.label!r}"
             )
 
-    async def load(self, source: str | Iterable[tuple[str, Tensor]], label: str | None = None) -> str:
-        """Loads a checkpoint directory, or tensors: all, or a part of an update. Returns what was done."""
+    async def load(self, source: str, label: str | None = None) -> str:
+        """Loads a checkpoint directory, which is a whole update. Returns what was done."""
         async with self._exclusively():
             return await self._load(lambda update: update.load(source), label)
 
@@ -126,7 +143,7 @@ class WeightUpdates:
         def commit(llm: LLM) -> int:
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
             version = max(number, llm.weight_version + 1)
-            self.labels[version] = label or str(version)  # before any token can bear the number
+            self.labels.name(version, label or str(version))  # before any token can bear the number
             return llm.commit_weight_update(update, version, recompute_running=not keep_kv)
 
         try:
@@ -134,7 +151,7 @@ class WeightUpdates:
         except BaseException:
             in_daemon_thread(update.abort)
             raise
-        logger.info("weight version %s (%r) is in force", version, self.labels[version])
+        logger.info("weight version %s (%r) is in force", version, self.label_of(version))
 
     def _forget(self) -> None:
         if self.pending is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine.weights import checksum, full_tensors
+from ..engine.weights import buckets, checksum, full_tensors
 from .atomic import publish, sync
 from .fsdp import together
 
@@ -42,10 +42,11 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
     places: dict[str, str] = {}
-    for number, tensors in enumerate(_files(model, max_file_bytes, writes), 1):
+    for number, pairs in enumerate(buckets(_parameters(model, writes), _nbytes, max_file_bytes), 1):
         with alike():
             if writes:
                 name = f"model-{number:05}.safetensors"
+                tensors = dict(pairs)
                 sums = {n: checksum([t]) for n, t in tensors.items()}
                 save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
                 places |= dict.fromkeys(tensors, name)
@@ -64,15 +65,11 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
             publish(draft, target)
 
 
-def _files(model: PreTrainedModel, max_bytes: int, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """The parameters, tied ones once, in runs of at most `max_bytes`; keep=False: only takes part in gathering them."""
-    tensors: dict[str, Tensor] = {}
-    size = 0
+def _parameters(model: PreTrainedModel, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the parameters, tied ones once. keep=False: without their values, only to take part."""
     for name, tensor in full_tensors(dict(model.named_parameters())):
-        if size and size + tensor.nbytes > max_bytes:
-            yield tensors
-            tensors, size = {}, 0
-        if keep:
-            tensors[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-    yield tensors
+        yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
+
+
+def _nbytes(pair: tuple[str, Tensor]) -> int:
+    return pair[1].nbytes

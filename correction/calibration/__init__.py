@@ -1,4 +1,4 @@
-"""Which correction another engine's rollouts need, found by comparing policy gradients with an exact reference."""
+"""Which correction, and which threshold: candidates' updates against those of exact rollouts."""
 
 from .assess import Assessment, Traces
 from .calibrate import Calibration, Verdict, calibrate, candidate_grid

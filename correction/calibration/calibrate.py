@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..actions import GEOMETRIC, TIM, Correction, opsm, preset
 from ..losses import Mode
 from ..statistics import LogProbs, Statistic, exp
-from ..theory import optimal_truncation, self_normalized_chi2
 from .alignment import Alignment, Comparison, compare
 from .assess import Assessment, Traces, ascent, assess, contributions
 
@@ -142,6 +142,21 @@ def calibrate(
         optima=_optima(list(candidates), found),
         null=null.rows[0] if null and null.signal > 0 else None,
     )
+
+
+def optimal_truncation(chi2: float) -> float:
+    """C* = sqrt(2 (1 + chi2)), the cap of a sequence's weight that minimises a bound on its error.
+
+    The bound is that of min(rho, C) over gradients of norm K: K^2 C^2 for the second moment and 2 K (1 + chi2) / C for
+    the bias (Liu & Li, "When speed kills stability", 2025, part 2). It is loose: C* is where a search starts.
+    """
+    return math.sqrt(2 * (1 + chi2))
+
+
+def self_normalized_chi2(weights: Tensor) -> Tensor:
+    """mean(w^2) / mean(w)^2 - 1: never negative, unlike the plug-in mean(w^2) - 1. inf when all weights are 0."""
+    chi2 = weights.numel() * weights.square().sum() / weights.sum().square() - 1
+    return chi2.nan_to_num(torch.inf, posinf=torch.inf)
 
 
 def _sequence_chi2(logprobs: LogProbs) -> float:

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from samebits.cli.main import app
-from samebits.cli.options import help_of
-from samebits.engine.config import EngineConfig
+from samebits.engine import EngineConfig
+from samebits.trainer.rl import TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -76,11 +77,12 @@ def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
     assert printed["hash"] == llm.contract.hash
 
 
-def test_help_needs_no_torch():
-    code = """
+@pytest.mark.parametrize("command", ["", "generate", "chat", "serve", "train", "verify", "bench", "rollout"])
+def test_help_needs_no_torch(command):
+    code = f"""
 import sys
 from samebits.cli.main import main
-sys.argv = ["samebits", "generate", "--help"]
+sys.argv = ["samebits", *{command.split()}, "--help"]
 try:
     main()
 finally:
@@ -88,7 +90,64 @@ finally:
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
-    assert "--max-tokens" in done.stdout
+    assert "--help" in done.stdout
+
+
+def command_parameters(name):
+
+    from samebits.cli.main import app
+
+    return {p.name: p for p in typer.main.get_command(app).commands[name].params}
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "own"),
+    [
+        ("serve", EngineConfig, {"max_num_batched_tokens": 256}),
+        ("generate", EngineConfig, {}),
+        ("rollout", EngineConfig, {}),
+        ("bench", EngineConfig, {"exact": ..., "kv_cache_memory_bytes": 2**30, "skip_tokenizer_init": True}),
+        (
+            "train",
+            TrainConfig,
+            {"save_every": 50, **dict.fromkeys(("correction", "output_dir", "sampling", "engine"), ...)},
+        ),
+    ],
+)
+def test_every_field_of_a_configuration_is_an_option_with_its_default_and_help(command, config, own):
+    """own: a command's own defaults; ... for fields that it asks for in another way."""
+    parameters = command_parameters(command)
+    for field in dataclasses.fields(config):
+        if own.get(field.name) is ...:
+            continue
+        parameter = parameters[field.name]
+        assert f"--{field.name.replace('_', '-')}" in parameter.opts
+        assert parameter.help.endswith("."), field.name
+        if field.default is dataclasses.MISSING:
+            assert parameter.required
+        else:
+            assert parameter.default == own.get(field.name, field.default), field.name
+
+
+def test_older_and_shorter_names_of_options_stay():
+    assert {"--pp", "--pipeline-parallel-size"} == set(command_parameters("serve")["pipeline_parallel_size"].opts)
+    assert {"-n", "--n"} == set(command_parameters("rollout")["n"].opts)
+    assert {"-n", "--group-size"} == set(command_parameters("train")["group_size"].opts)
+    assert {"kv_cache_gib", "engine_url", "exact", "check"} <= command_parameters("train").keys()
+
+
+def test_engine_settings_reach_the_engine(checkpoint, tmp_path):
+    """A sequence, a flag and a number; stages change no bit."""
+    prompts, one, staged = (tmp_path / name for name in ("prompts.jsonl", "one.jsonl", "staged.jsonl"))
+    prompts.write_text(json.dumps({"prompt_token_ids": [5, 6, 7]}))
+    args = ("rollout", checkpoint("llama"), prompts, "--seed", 3, "--max-tokens", 8, "--out")
+    stages = ("--pp", 2, "--backend", "inproc", "--no-enable-prefix-caching", "--stage-layers")
+    for done in (samebits(*args, one), samebits(*args, staged, *stages, "1,1")):
+        assert done.returncode == 0, done.stderr
+    assert staged.read_text() == one.read_text()
+    wrong = samebits(*args, staged, *stages, "2,1,1")
+    assert wrong.returncode == 2
+    assert "stage_layers (2, 1, 1)" in wrong.stderr.replace("\n", " ")
 
 
 def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
@@ -202,19 +261,6 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatc
         done = samebits(*command, "--device", "cuda")
         assert done.returncode == 2
         assert "torch sees no NVIDIA GPU" in done.stderr.replace("\n", " ")
-
-
-def test_serve_can_set_everything_that_an_engine_has():
-    help_text = run_help("serve")
-    for field in dataclasses.fields(EngineConfig):
-        assert f"--{field.name.replace('_', '-')}" in help_text
-    assert set(help_of(EngineConfig)) == {field.name for field in dataclasses.fields(EngineConfig)}
-
-
-def run_help(command: str) -> str:
-    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400"})
-    assert done.exit_code == 0
-    return done.stdout
 
 
 def test_options_of_a_config_reach_it(monkeypatch):

@@ -13,11 +13,18 @@ from rich.console import Console
 
 from samebits import SamplingParams
 from samebits.cli import mismatch, report
-from samebits.correction import PRESETS, Correction, Diagnosis, LogProbs, preset, theory
+from samebits.correction import (
+    PRESETS,
+    Correction,
+    Diagnosis,
+    LogProbs,
+    preset,
+)
 from samebits.correction.calibration import Traces, calibrate, candidate_grid
 from samebits.correction.calibration.alignment import compare
 from samebits.correction.calibration.assess import CONTRIBUTION_EDGES
 from samebits.correction.calibration.calibrate import MARGIN
+from samebits.correction.diagnose import predicted_chi2
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
 VOCAB, LENGTH, BATCH = 5, 32, 256
@@ -357,7 +364,7 @@ def test_diagnosis_against_numpy():
         assert sum(row["tokens"] * row["mean_abs"] for row in s[key]) == pytest.approx(np.abs(d).sum())
 
 
-def test_diagnosis_in_parts_merged_or_reduced_is_that_of_the_whole():
+def test_diagnosis_in_parts_reduced_over_ranks_is_that_of_the_whole():
     lp = Toy(0.3).sample(100).logprobs
     cut = 40 * LENGTH
     first = LogProbs(lp.mask[:cut], lp.rollout[:cut], lp.old[:cut], offsets=lp.offsets[:41])
@@ -366,12 +373,10 @@ def test_diagnosis_in_parts_merged_or_reduced_is_that_of_the_whole():
     whole.add(lp)
     left.add(first)
     right.add(second)
-    states = [left.state(), right.state()]
-    right.all_reduce(lambda t, op: states[0][op == "max"] + t if op == "sum" else torch.maximum(states[0][1], t))
-    (ours, our_top), (theirs, their_top) = states
-    left.load(ours + theirs, torch.maximum(our_top, their_top))
-    for got in (left.summary(), right.summary()):
-        assert json.dumps(rounded(got)) == json.dumps(rounded(whole.summary()))
+    of_left = {}
+    left.all_reduce(lambda tensor, how: of_left.setdefault(how, tensor))
+    right.all_reduce(lambda t, how: of_left[how] + t if how == "sum" else torch.maximum(of_left[how], t))
+    assert json.dumps(rounded(right.summary())) == json.dumps(rounded(whole.summary()))
 
 
 def rounded(value):
@@ -507,4 +512,4 @@ def test_rollouts_of_the_toy_survive_the_file(tmp_path):
     path = toy_file(tmp_path / "a.jsonl", toy, 16)
     assert len({r.group for r in read_rollouts(path)}) == 2
     assert mismatch.diagnose(path, use_tqdm=False).summary["tokens"] == 16 * LENGTH
-    assert theory.predicted_chi2(0.0, 100) == 0
+    assert predicted_chi2(0.0, 100) == 0

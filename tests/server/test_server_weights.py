@@ -1,16 +1,9 @@
 """Weight updates over HTTP: all or nothing, over every way, and never a hang."""
 
-import base64
-import dataclasses
-import io
-import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-import types
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -19,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine.weights import WHOLE, TransferError, WeightGroup, specs_of
 from samebits.integrations import Client, ServerError
+from samebits.server.updates import MAX_LABELS, VersionLabels
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.models import make_checkpoint
@@ -69,7 +63,7 @@ def state(updated):
 def server(path):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with Serving(path, transfer_timeout=4, allow_pickle=True) as server:
+    with Serving(path, transfer_timeout=4) as server:
         yield server
         server.ok("/resume")
         server.idle()
@@ -212,63 +206,17 @@ def test_from_disk_by_both_dialects(server, path, updated, old_rollout, new_roll
     assert served(server) == old_rollout
 
 
-def serialized(value):
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(value)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-@pytest.fixture
-def shared_by_file():
-    """Between unrelated processes, torch shares tensors only so."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
-
-
-def flattened(state, monkeypatch):
-    """SGLang's bucket, under SGLang's class names."""
-    module = types.ModuleType("sglang.tensor_bucket")
-    fields = ["name", "shape", "dtype", "start_idx", "end_idx", "numel"]
-    made = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
-    made.__module__, module.FlattenedTensorMetadata = module.__name__, made
-    monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    entries, parts, start = [], [], 0
-    for name, tensor in state.items():
-        part = tensor.detach().reshape(-1).view(torch.uint8)
-        entries.append(made(name, tensor.shape, tensor.dtype, start, start + len(part), tensor.numel()))
-        parts.append(part)
-        start += len(part)
-    return {"flattened_tensor": torch.cat(parts), "metadata": entries}
-
-
-@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_from_pickled_tensors(server, state, new_rollout, shared_by_file, load_format, monkeypatch):
-    tensors = flattened(state, monkeypatch) if load_format else [(n, t.detach().clone()) for n, t in state.items()]
-    body = {"serialized_named_tensors": [serialized(tensors)], "load_format": load_format, "weight_version": "2"}
-    reply = server.ok("/update_weights_from_tensor", body)
-    assert reply["message"] == "version '2' is in force"
-    assert served(server) == new_rollout
-
-
-def test_a_pickle_that_does_anything_else_is_refused(server, old_rollout, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'owned'}",)
-
-    for value in (base64.b64encode(pickle.dumps(Evil())).decode(), serialized(print), "@@@", ""):
-        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": [value]})
-        assert (response.status_code, response.json()["success"]) == (400, False), response.text
-    assert not (tmp_path / "owned").exists()
-    assert served(server) == old_rollout
-
-
-def test_pickles_are_off_unless_asked_for(path):
-    with Serving(path) as server:
-        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": ["x"]})
-        assert response.status_code == 403 and "--allow-pickle" in response.json()["message"]
+def test_the_newest_versions_keep_their_names_and_older_ones_go_by_number():
+    labels = VersionLabels()
+    assert (labels.of(0), labels.of(7)) == ("default", "7")
+    for version in range(1, 3 * MAX_LABELS):
+        labels.name(version, f"step-{version}")
+    newest = 3 * MAX_LABELS - 1
+    assert labels.of(newest) == f"step-{newest}"
+    assert labels.of(newest - MAX_LABELS + 1) == f"step-{newest - MAX_LABELS + 1}"
+    assert labels.of(newest - MAX_LABELS) == str(newest - MAX_LABELS)
+    labels.name(newest, "renamed")
+    assert labels.of(newest) == "renamed"
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ...correction import Correction
-from ...correction.losses import Mode, check_clip, check_combination
+from ...correction.losses import check_clip, check_combination
 from ...engine import SamplingParams
 from ...kernels.ops import backend
 from .losses import ALGORITHMS, Algorithm
@@ -17,54 +17,76 @@ from .losses import ALGORITHMS, Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. `steps`, `check`, `save_every`, `keep` and `output_dir` don't change its results.
-
-    model: checkpoint directory, hub id or "smollm2". device: of engine and trainer, one that samebits has kernels for;
-    under torchrun each rank takes its own. dtype: of the computation, on both sides; master weights and
-    optimizer are fp32. groups_per_step x group_size sequences a step, in `minibatches` optimizer updates of equal size.
-    algorithm: one of `losses.ALGORITHMS`; mode, correction, clip, dual_clip: see `correction.policy_loss` (clip None:
-    the algorithm's). kl: "k3" adds kl_coef * KL to the loss, "k1" takes it off the advantages of the tokens before it.
-    staleness: groups of so many steps ahead are started early, so that a token is at most so many steps old (0: on
-    policy). filter_uniform: leave out groups of equal rewards. max_tokens_per_pack: a micro-batch's size. sleep: the
-    engine frees its KV cache while the trainer works.
-    sampling: its n and seed are set by group_size and seed. chat: prompts go through the chat template.
-    check: compare the trainer's log-probs with the rollouts', as bits, and stop on a difference, at "every" step, the
-    "first", or never ("off"; the difference is still reported). engine: more keywords of `LLM`. exact=False there is
-    the control without the promise, on both sides. lr rises over `warmup` updates and stays.
-    """
+    """A training run. `steps`, `check`, `save_every`, `keep` and `output_dir` don't change its results."""
 
     model: str
+    """Checkpoint directory, hub id or "smollm2"."""
     device: str = "cpu"
+    """Where engine and trainer compute, cpu or cuda; under torchrun each rank takes its own device."""
     dtype: str = "float32"
+    """Number format of the computation, on both sides: float32, bfloat16 or float16. Master weights and optimizer are
+    float32."""
     algorithm: str = "grpo"
-    mode: Mode = "bypass"
+    """Published algorithm: grpo, dr_grpo, dapo, gspo, cispo, rloo or reinforce."""
+    mode: Literal["recompute", "bypass", "decoupled"] = "bypass"
+    """Where the rollout's log-probs enter the loss; see `correction.policy_loss`."""
     correction: Correction = field(default_factory=Correction)
+    """Weight and gates of the loss; see `correction.policy_loss`."""
     clip: tuple[float, float] | None = None
+    """How far the ratio may lie below and above 1; unset, the algorithm's."""
     dual_clip: float | None = None
+    """Tokens with a negative advantage A lose at most -dual_clip * A; unset, there is no such bound."""
     kl: Literal["k1", "k3"] = "k3"
+    """Estimator of the KL to the initial model: k3 is added to the loss, k1 is taken off the advantages of the tokens
+    before it."""
     kl_coef: float = 0.0
+    """Weight of the KL to the initial model."""
     steps: int = 200
+    """Steps of the whole run."""
     groups_per_step: int = 16
+    """Prompts per step."""
     group_size: int = 8
+    """Samples of each prompt."""
     minibatches: int = 1
+    """Optimizer updates per step, of equal numbers of sequences."""
     staleness: int = 0
+    """Start the groups of this many steps ahead early, so that a token is at most that many steps old; 0 is on
+    policy."""
     filter_uniform: bool = False
+    """Leave out groups of equal rewards."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=64))
+    """How completions are sampled; its n and seed are set by group_size and seed."""
     chat: bool = False
+    """Put prompts through the chat template."""
     lr: float = 1e-6
+    """Learning rate, which rises over `warmup` updates and stays."""
     warmup: int = 0
+    """Updates until the learning rate is reached."""
     weight_decay: float = 0.0
+    """AdamW's weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
     max_grad_norm: float = 1.0
+    """The gradient's norm is clipped here; inf is off."""
     max_tokens_per_pack: int = 4096
+    """Most tokens of a micro-batch."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass, instead of keeping them."""
     sleep: bool = False
+    """The engine frees its KV cache while the trainer works."""
     seed: int = 0
+    """Fixes the random numbers of tasks and samples."""
     check: Literal["every", "first", "off"] = "every"
+    """Compare the trainer's log-probs with the rollouts', as bits, and stop on a difference: at every step, at the
+    first, or never. With off, the difference is still reported."""
     save_every: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
+    """Checkpoints to keep."""
     output_dir: pathlib.Path | None = None
+    """Where checkpoints go; an earlier run there can be resumed."""
     engine: dict[str, Any] = field(default_factory=dict)
+    """More keywords of `LLM`. exact=False is the control without the promise, on both sides."""
 
     def __post_init__(self) -> None:
         for name, choices in (("algorithm", ALGORITHMS), ("kl", ("k1", "k3")), ("check", ("every", "first", "off"))):

@@ -50,7 +50,7 @@ class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
     llm: this rank's engine, instead of one made from the configuration: an `LLM`, or the `RemoteEngine` of
-    `samebits.server`, in another process. It gets the trainer's weights at once. `load()` resumes.
+    `samebits.integrations`, in another process. It gets the trainer's weights at once. `load()` resumes.
     """
 
     def __init__(self, config: TrainConfig, task: Task, llm: Any = None):
