@@ -18,7 +18,7 @@ from ..engine.request import Request
 from ..engine.weights import WeightUpdateError
 from ..model.checkpoint import StoredWeights
 from .calls import WorkerHandle, gather, start, start_all
-from .ray_cluster import Placement, RayHandle
+from .ray_cluster import Placement, RayHandle, ray
 from .replica import Replica, ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,8 @@ class Launcher:
 
     def end(self, replica: ReplicaState) -> None:
         """End a replica's processes and give back its room."""
+        if not ray().is_initialized():  # it is shut down, and all that it started with it
+            return
         if replica.current is not None:
             replica.current.kill()
         if replica.placement is not None:

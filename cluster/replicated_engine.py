@@ -211,7 +211,9 @@ class ReplicatedEngine(WorkerEngine):
             self._assign(request)
 
     def _not_started(self, one: ReplicaState, error: Exception) -> None:
+        """Start a replica again that didn't come up, unless it has failed too often."""
         logger.error("%s did not start: %s", one.name, error)
+        one.current = None  # whatever else is told of these processes comes too late
         others = any(other.status in ("starting", "serving") for other in self.replicas if other is not one)
         if not isinstance(error, NoRoomError) or not others:  # else it waits for another node
             one.failed_starts += 1
@@ -227,7 +229,7 @@ class ReplicatedEngine(WorkerEngine):
         """Start a replica again; its requests go on elsewhere."""
         if one.current is not None:
             one.current.kill()
-        one.current = None
+            one.current = None
         if one.status != "serving":
             self._not_started(one, error)
             return
