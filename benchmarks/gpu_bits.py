@@ -219,7 +219,7 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
         target = torch.full((1,), -1, device=device)
         alone = ops.sample(logits[part], params[part], target, *(c[part] for c in counters))
         for ours, theirs in zip((alone.tokens, *alone.scores), (drawn.tokens, *drawn.scores), strict=True):
-            expect(f"sample row {row}", ours, theirs[part])
+            expect(f"sample row {row}", ours.contiguous(), theirs[part].contiguous())
     return report
 
 
