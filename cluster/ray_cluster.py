@@ -1,23 +1,15 @@
-"""Ray: which cluster, where on it a replica's workers are, and how they are called."""
+"""Ray: which cluster, and where on it a replica's workers are."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
 from ..engine.config import EngineConfig
-from ..engine.executor import WorkerError
-from ..engine.weights import free_port
-from .calls import GROUPS, Host, group_of
-from .sizing import on_gpus, threads_of_environment
-
-# Ray adds 15 to the niceness of its workers, which would then wait for whatever else a node runs.
-AS_URGENT_AS_RAY = {"env_vars": {"RAY_worker_niceness": "0"}}
+from ..engine.weights import WorkerError, free_port
 
 
 class NoRoomError(WorkerError):
@@ -63,14 +55,21 @@ def _init(config: EngineConfig) -> None:
         ray().init(include_dashboard=False)
 
 
-def node_address() -> str:
-    """This node's address, as the cluster's other nodes reach it."""
-    return ray().util.get_node_ip_address()
+def free_address() -> tuple[str, int]:
+    """Return an address of this node, as the cluster's other nodes reach it, at which nobody listens."""
+    host = ray().util.get_node_ip_address()
+    return host, free_port(host)
 
 
-def node_id() -> str:
-    """The name of the node that this process is on."""
-    return ray().get_runtime_context().get_node_id()
+def on_gpus(config: EngineConfig) -> bool:
+    """Return True if workers compute on CUDA devices."""
+    return (config.device or "cpu").startswith("cuda")
+
+
+def threads_of_environment() -> int | None:
+    """Return what OMP_NUM_THREADS says, if it is a number."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() else None
 
 
 def nodes() -> list[tuple[int, int]]:
@@ -110,13 +109,19 @@ class Placement:
     def __init__(self, config: EngineConfig, threads: int):
         from ray.util.placement_group import placement_group
 
-        self.threads = threads
-        self.gpus = 1 if on_gpus(config) else 0
-        bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if self.gpus else {})
+        self._share = {"num_cpus": threads, "num_gpus": 1 if on_gpus(config) else 0}
+        bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if on_gpus(config) else {})
         self.group = placement_group([dict(bundle) for _ in range(config.pipeline_parallel_size)], strategy="PACK")
 
+    def options(self, bundle: int) -> dict[str, Any]:
+        """Return Ray's options of an actor in one of the bundles."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": strategy, **self._share}
+
     def wait(self, timeout: float) -> bool:
-        """Wait until the room is there. False if it isn't after `timeout` seconds."""
+        """Wait until the room is there. Return False if it isn't after `timeout` seconds."""
         return self.group.wait(timeout)
 
     def no_room(self, timeout: float) -> NoRoomError:
@@ -134,81 +139,3 @@ class Placement:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
-
-
-class RayHost(Host):
-    """A `Host` on one of the cluster's nodes."""
-
-    def __init__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
-
-    def free_address(self) -> tuple[str, int]:
-        """An address of this node at which nobody listens."""
-        host = node_address()
-        return host, free_port(host)
-
-
-class RayHandle:
-    """A `WorkerHandle` of an actor in one of a placement's bundles."""
-
-    def __init__(self, name: str, placement: Placement, bundle: int):
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        self.name = name
-        strategy = PlacementGroupSchedulingStrategy(placement.group, placement_group_bundle_index=bundle)
-        kind = ray().remote(concurrency_groups=dict.fromkeys(GROUPS, 1), runtime_env=AS_URGENT_AS_RAY)(RayHost)
-        self.actor = kind.options(
-            scheduling_strategy=strategy, num_cpus=placement.threads, num_gpus=placement.gpus
-        ).remote()
-
-    def call(self, method: str, *args: Any) -> Future:
-        """Start a method of the actor's object."""
-        return self._future(self.actor.call.options(concurrency_group=group_of(method)).remote(method, *args))
-
-    def free_address(self) -> Future:
-        """Ask for an address of the actor's node at which nobody listens."""
-        return self._future(self.actor.free_address.options(concurrency_group="weights").remote())
-
-    def _future(self, ref: Any) -> Future:
-        result: Future = Future()
-
-        def done(source: Future) -> None:
-            error = source.exception()
-            if error is None:
-                result.set_result(source.result())
-            else:
-                result.set_exception(self._translated(error))
-
-        ref.future().add_done_callback(done)
-        return result
-
-    def stream(self, method: str, deadline: Callable[[], float]) -> Iterator[Any]:
-        """Yield what a generator method yields.
-
-        deadline: called while nothing comes, for the seconds to wait; WorkerError when none are left.
-        """
-        items = self.actor.stream.options(num_returns="streaming", concurrency_group=group_of(method)).remote(method)
-        try:
-            while True:
-                while not ray().wait([items], timeout=0.5)[0]:
-                    if deadline() <= 0:
-                        raise WorkerError(f"{self.name} did not answer in time")
-                yield ray().get(next(items))
-        except StopIteration:
-            return
-        except ray().exceptions.RayError as error:
-            raise self._translated(error) from None
-
-    def _translated(self, error: BaseException) -> BaseException:
-        """An error of Ray's as what it means."""
-        exceptions = ray().exceptions
-        if isinstance(error, exceptions.RayTaskError):
-            return error.cause if isinstance(error.cause, Exception) else error
-        if isinstance(error, exceptions.RayActorError):
-            return WorkerError(f"{self.name} died")
-        return error
-
-    def kill(self) -> None:
-        """End the actor's process."""
-        ray().kill(self.actor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -14,26 +14,21 @@ import torch
 
 from ..engine.config import EngineConfig
 from ..engine.core import EngineCore
-from ..engine.executor import LocalExecutor, ModelInfo
+from ..engine.executor import Executor, ModelInfo
 from ..engine.input_processor import load_tokenizer
 from ..engine.outputs import EngineStats
 from ..engine.request import Request, SampledToken
-from ..engine.worker import Worker
-from .calls import WorkerHandle
-from .pipeline import PipelineExecutor
-from .ray_cluster import node_address, node_id
 
 REPORT_STEPS = 16  # most steps between reports of tokens that nobody waits for, which a death would cost
 
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """What the driver needs to know of a replica. capacity: tokens of its KV cache; node: its place in the cluster."""
+    """What the driver needs to know of a replica. capacity: tokens of its KV cache."""
 
     model: ModelInfo
     stats: EngineStats
     capacity: int
-    node: str
 
 
 @dataclass
@@ -119,28 +114,14 @@ class Command:
 
 
 class Replica:
-    """Runs in an actor. stages: the actors of its later stages. sharers, threads: as those of `PipelineExecutor`."""
+    """Runs in an actor, beside the worker of the first stage."""
 
-    def __init__(
-        self, path: pathlib.Path, config: EngineConfig, stages: Sequence[WorkerHandle], sharers: int, threads: int
-    ):
-        torch.set_num_threads(threads)
-        self.threads = threads
+    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor, threads: int):
         self.config = config
-        self.executor: LocalExecutor | PipelineExecutor
-        if stages:
-            self.executor = PipelineExecutor(path, config, stages, node_address(), sharers, threads)
-            self.worker: Worker = self.executor.first
-        else:
-            self.executor = LocalExecutor(path, config, sharers)
-            self.worker = self.executor.workers[0]
+        self.threads = threads
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(path)
-        self.engine = EngineCore(path, config, self.executor, tokenizer)
+        self.engine = EngineCore(path, config, executor, tokenizer)
         self._commands: SimpleQueue[Command] = SimpleQueue()
-
-    def info(self) -> ReplicaInfo:
-        """Describe the replica."""
-        return ReplicaInfo(self.executor.info, self.engine.stats(), self.engine.capacity, node_id())
 
     # --- from other threads -----------------------------------------------------------------------------------------
 
@@ -153,10 +134,6 @@ class Replica:
         command = Command(method, args)
         self._commands.put(command)
         return command.result.result()
-
-    def on_worker(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker that goes on beside steps."""
-        return getattr(self.worker, method)(*args)
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -179,8 +156,6 @@ class Replica:
             if working:
                 self.engine.step()
                 steps += 1
-            elif isinstance(self.executor, PipelineExecutor) and self.executor.broken:
-                self.executor.check_stages()
             news |= self.engine.outbox
             self.engine.outbox.clear()
             stats = self.engine.stats()

@@ -7,32 +7,33 @@ they get the tokens that they would have got.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import pathlib
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
-from queue import Empty
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
 
 from ..engine.config import EngineConfig
 from ..engine.engine import MEMORY_TAGS, WorkerEngine
-from ..engine.executor import WorkerError
 from ..engine.interrupts import deferred_interrupt
 from ..engine.outputs import EngineStats
 from ..engine.request import Request
-from ..engine.weights import WeightUpdate, WeightUpdateError
+from ..engine.weights import WeightUpdate, WeightUpdateError, WorkerError
 from ..engine.worker import max_model_len
 from ..model.checkpoint import StoredWeights
+from .actors import outcomes
 from .affinity import PrefixAffinity
-from .calls import outcomes
-from .lifecycle import Event, Launcher, ReplicaState
-from .ray_cluster import NoRoomError, connect, node_address, node_id, sharers_of_memory, threads_per_worker
+from .ray_cluster import NoRoomError, Placement, connect, ray, sharers_of_memory, threads_per_worker
 from .replica import ReplicaInfo, Report
-from .workers import LOOPBACK, RemoteWorkers
+from .replica_client import ReplicaClient
+from .workers import RemoteWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -42,51 +43,79 @@ AFFINITY_SLACK = 8  # samples that a replica may have more than the least loaded
 POLL = 0.1  # seconds that a step waits for reports
 
 
+ROOM_SOON = 5.0  # seconds: a replica that has to wait longer for room on the cluster isn't waited for
+
+
+class ReplicaState:
+    """A replica as the driver sees it, over all its lives. load: unfinished samples that it has."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.name = f"replica {index}"
+        self.status: Literal["starting", "waiting", "serving", "failed"] = "starting"
+        self.placement: Placement | None = None
+        self.client: ReplicaClient | None = None
+        self.requests: dict[int, Request] = {}  # by the serial numbers of their assignments
+        self.received: set[int] = set()  # of these, those that the process is known to have got
+        self.load = 0
+        self.stats: EngineStats | None = None
+        self.failed_starts = 0
+
+
 class ReplicatedEngine(WorkerEngine):
-    """An `Engine` of replicas on a Ray cluster. They step by themselves; `step` takes in what they report."""
+    """An `Engine` of replicas on a Ray cluster. They step by themselves; `step` takes in what they report.
+
+    A replica is started and followed in threads, which put what is to be done about it into a queue. The thread that
+    drives the engine does it.
+    """
 
     def __init__(self, path: pathlib.Path, config: EngineConfig):
         super().__init__()
+        self.path = path
+        self.config = config
         self.max_model_len = max_model_len(path, config)
         self.stored: StoredWeights | None = StoredWeights.at(path)
         connect(config)
-        threads = threads_per_worker(config)
-        self._launcher = Launcher(path, config, sharers_of_memory(config, threads), threads)
-        self._events = self._launcher.events
+        self._threads = threads_per_worker(config)
+        self._sharers = sharers_of_memory(config, self._threads)
+        self._todo: SimpleQueue[tuple[Callable, ReplicaState | None, ReplicaClient | None, tuple]] = SimpleQueue()
+        self._closing = False
         self._affinity = PrefixAffinity()
         self._serials = itertools.count(1)
         self._unassigned: dict[str, Request] = {}
         self._deaths: dict[str, float] = defaultdict(float)  # seen by a request
-        self._newcomers: list[Event] = []  # replicas that can't be admitted yet
-        self._update: WeightUpdate | None = None  # the last one begun: nobody is admitted while it is open
+        self._held: list[
+            tuple[ReplicaState, ReplicaClient | None, int | None]
+        ] = []  # replicas that wait for the end of an update
+        self._update: WeightUpdate | None = None  # the last one begun: no replica is admitted while it is open
         self._update_until = 0.0
         self._workers: RemoteWorkers | None = None
+        self._like: ReplicaInfo | None = None  # what all replicas must be like
         self.replicas = [ReplicaState(i) for i in range(config.replicas)]
         try:
-            infos = self._start_all()
+            self._start_all()
         except BaseException:
             self.close()
             raise
-        self._describe(config, infos)
-        for one in self.replicas:
-            self._follow(one)
-            self._serve(one)
 
-    def _start_all(self) -> list[ReplicaInfo]:
+    def _start_all(self) -> None:
         for one in self.replicas:
-            self._launcher.in_thread(self._launcher.launch, one)
+            self._in_thread(self._launch, one)
         infos: list[ReplicaInfo] = []
         while len(infos) < len(self.replicas):
-            event = self._events.get()
-            if event.kind == "not started":
-                raise event.value
-            if event.kind == "started":
-                assert event.incarnation is not None
-                infos.append(event.incarnation.info)
-                check_alike(infos[0], infos[-1])
-        return infos
+            react, replica, client, args = self._todo.get()
+            if react == self._not_started:
+                raise args[0]
+            if replica is not None and client is not None:
+                replica.client = client
+                infos.append(client.info)
+                check_alike(infos[0], client.info)
+        self._describe(infos)
+        for one in self.replicas:
+            self._in_thread(self._follow, one, one.client)
+            self._serve(one)
 
-    def _describe(self, config: EngineConfig, infos: list[ReplicaInfo]) -> None:
+    def _describe(self, infos: list[ReplicaInfo]) -> None:
         models = [info.model for info in infos]
         self.contract = models[0].contract
         self.eos_token_ids = models[0].eos_token_ids
@@ -97,101 +126,145 @@ class ReplicatedEngine(WorkerEngine):
         self.replica_capacity = min(info.capacity for info in infos)
         self._like = infos[0]
         # a replica that is started again has the same room, however much memory is free then
-        self.config = replace(config, kv_cache_memory_bytes=min(m.stage_kv_bytes for m in models))
-        self._launcher.config = self.config
+        self.config = replace(self.config, kv_cache_memory_bytes=min(m.stage_kv_bytes for m in models))
 
     @property
     def serving(self) -> list[ReplicaState]:
         """The replicas that take requests."""
         return [one for one in self.replicas if one.status == "serving"]
 
+    @property
+    def clients(self) -> list[ReplicaClient]:
+        """The replicas that take requests, in their present lives."""
+        return [one.client for one in self.serving if one.client is not None]
+
+    # --- threads ----------------------------------------------------------------------------------------------------
+
+    def _in_thread(self, function: Callable, *args: Any) -> None:
+        threading.Thread(target=function, args=args, daemon=True).start()
+
+    def _tell(self, react: Callable, one: ReplicaState, client: ReplicaClient | None, *args: Any) -> None:
+        """Have the driving thread call react(one, *args), unless the replica has another life by then."""
+        self._todo.put((react, one, client, args))
+
+    def _launch(self, one: ReplicaState) -> None:
+        """Start a replica's processes, once the cluster has room for them."""
+        client = None
+        try:
+            placement = self._placement(one)
+            limit = self.config.start_timeout
+            if not placement.wait(min(ROOM_SOON, limit)):
+                self._tell(self._set_status, one, None, "waiting")
+                if not placement.wait(limit):
+                    raise placement.no_room(limit)
+                self._tell(self._set_status, one, None, "starting")
+            client = ReplicaClient(one.name, placement, self.config)
+            client.start(self.path, self._sharers, self._threads)
+            self._tell(self._started, one, client)
+        except BaseException as error:
+            if client is not None:
+                client.kill()
+            self._tell(self._not_started, one, None, error)
+        if self._closing:
+            _end(one, client)
+
+    def _placement(self, one: ReplicaState) -> Placement:
+        """Return the replica's room, which Ray finds anew when a node goes away."""
+        if one.placement is None:
+            one.placement = Placement(self.config, self._threads)
+        return one.placement
+
+    def _follow(self, one: ReplicaState, client: ReplicaClient) -> None:
+        """Pass on what a replica reports, until it dies."""
+        try:
+            for report in client.reports():
+                self._tell(self._take, one, client, report)
+        except Exception as error:
+            self._tell(self._lose, one, client, error)
+
+    def _bring_weights(self, one: ReplicaState, client: ReplicaClient, donor: ReplicaClient | None) -> None:
+        """Give a new replica the weights in force."""
+        version = self.weight_version
+        try:
+            client.bring_weights(donor, self.stored, version)
+            self._tell(self._admit, one, client, version)
+        except Exception as error:
+            logger.warning("%s did not get the weights in force: %s", one.name, error)
+            if donor is not None:  # which may have died; the new replica takes them from another
+                self._tell(self._admit, one, client, None)
+            else:
+                self._tell(self._lose, one, client, error)
+
     # --- what threads tell ------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Take in what replicas and threads have told, without waiting."""
-        self._take_events(0.0)
+        self._work(0.0)
 
-    def _take_events(self, wait: float) -> None:
-        try:
-            event = self._events.get(timeout=wait) if wait else self._events.get_nowait()
+    def _work(self, wait: float) -> None:
+        """Do what the queue says; wait up to `wait` seconds for the first thing."""
+        with contextlib.suppress(Empty):
+            item = self._todo.get(timeout=wait) if wait else self._todo.get_nowait()
             while True:
                 with deferred_interrupt():
-                    self._handle(event)
-                event = self._events.get_nowait()
-        except Empty:
-            pass
-        if self._newcomers and not self._update_is_open:
-            newcomers = self._newcomers
-            self._newcomers = []
-            for newcomer in newcomers:
-                self._handle(newcomer)
+                    self._do(*item)
+                item = self._todo.get_nowait()
+        if self._held and not self._update_is_open:
+            held = self._held
+            self._held = []
+            for one, client, version in held:
+                self._do(self._admit, one, client, (version,))
 
-    def _handle(self, event: Event) -> None:
-        """React to an event. A replica about which that fails is ended."""
-        one = event.replica
+    def _do(self, react: Callable, one: ReplicaState | None, client: ReplicaClient | None, args: tuple) -> None:
+        """React to what a thread told of a replica. One about which that fails is ended."""
         if one is None:  # somebody wanted to wake `step` up
             return
-        if event.incarnation is not None and event.incarnation is not one.current:  # it is of one that has ended
+        if react == self._started:
+            one.client = client
+        if client is not one.client:  # it is of a life that has ended
             return
         try:
-            self._react(event, one)
+            react(one, *args)
         except Exception as error:
-            logger.exception("%s: %r can't be dealt with; it is ended", one.name, event.kind)
+            logger.exception("%s can't be dealt with; it is ended", one.name)
             self._lose(one, error)
 
-    def _react(self, event: Event, one: ReplicaState) -> None:
-        match event.kind:
-            case "report":
-                self._take(one, event.value)
-            case "refused":
-                serial, error = event.value
-                if serial in one.requests:
-                    self._end(one.requests[serial], "error", f"{type(error).__name__}: {error}")
-            case "waiting" | "starting":
-                one.status = event.kind
-            case "started":
-                check_alike(self._like, one.current.info)  # type: ignore[union-attr]
-                self._follow(one)
-                self._admit(event, one)
-            case "ready":
-                self._admit(event, one)
-            case "not started":
-                self._not_started(one, event.value)
-            case "lost":
-                self._lose(one, event.value)
+    def _set_status(self, one: ReplicaState, status: Literal["starting", "waiting"]) -> None:
+        one.status = status
+
+    def _started(self, one: ReplicaState) -> None:
+        assert one.client is not None
+        assert self._like is not None
+        check_alike(self._like, one.client.info)
+        self._in_thread(self._follow, one, one.client)
+        self._admit(one, None)
 
     # --- replicas come and go ---------------------------------------------------------------------------------------
 
-    def _admit(self, event: Event, one: ReplicaState) -> None:
-        """Let a new replica serve once it has the weights in force; until then see to it that it gets them."""
-        new = one.current
-        assert new is not None
+    def _admit(self, one: ReplicaState, version: int | None) -> None:
+        """Let a new replica serve once it has the weights in force; until then see to it that it gets them.
+
+        version: that it was given, None: it has those of its checkpoint.
+        """
         if self._update_is_open:
-            self._newcomers.append(event)
+            self._held.append((one, one.client, version))
             return
-        version = event.value if event.kind == "ready" else None
         untouched = self.weight_version == 0 and self.stored is not None and self.stored.unchanged
-        serving = self.serving
-        if not self.has_weights or version == self.weight_version or (untouched and not serving):
+        clients = self.clients
+        if not self.has_weights or version == self.weight_version or (untouched and not clients):
             self._serve(one)
-            return
-        if not serving and (self.stored is None or not self.stored.unchanged):
+        elif clients or (self.stored is not None and self.stored.unchanged):
+            donor = clients[one.index % len(clients)] if clients else None
+            self._in_thread(self._bring_weights, one, one.client, donor)
+        else:
             logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
             self.has_weights = False
             self.stored = None
             self._serve(one)
-            return
-        donor = serving[one.index % len(serving)].current if serving else None
-        arguments = one, new, donor, self.stored, self.weight_version
-        self._launcher.in_thread(self._launcher.bring_weights, *arguments)
-
-    def _follow(self, one: ReplicaState) -> None:
-        """Let a replica run, and hear what it reports."""
-        self._launcher.in_thread(self._launcher.follow, one, one.current)
 
     def _serve(self, one: ReplicaState) -> None:
         """Bring a replica that has the right weights into the state that all are in, and give it requests."""
-        new = one.current
+        new = one.client
         assert new is not None
         one.status = "serving"
         one.stats = new.info.stats
@@ -213,23 +286,23 @@ class ReplicatedEngine(WorkerEngine):
     def _not_started(self, one: ReplicaState, error: Exception) -> None:
         """Start a replica again that didn't come up, unless it has failed too often."""
         logger.error("%s did not start: %s", one.name, error)
-        one.current = None  # whatever else is told of these processes comes too late
+        one.client = None
         others = any(other.status in ("starting", "serving") for other in self.replicas if other is not one)
         if not isinstance(error, NoRoomError) or not others:  # else it waits for another node
             one.failed_starts += 1
         if one.failed_starts < MAX_STARTS:
-            self._launcher.in_thread(self._launcher.launch, one)
+            self._in_thread(self._launch, one)
             return
         one.status = "failed"
-        self._launcher.end(one)
+        _end(one)
         if all(other.status == "failed" for other in self.replicas):
             self.failure = f"no replica starts any more: {error}"
 
     def _lose(self, one: ReplicaState, error: Exception) -> None:
         """Start a replica again; its requests go on elsewhere."""
-        if one.current is not None:
-            one.current.kill()
-            one.current = None
+        if one.client is not None:
+            one.client.kill()
+            one.client = None
         if one.status != "serving":
             self._not_started(one, error)
             return
@@ -242,8 +315,7 @@ class ReplicatedEngine(WorkerEngine):
         one.received = set()
         one.load = 0
         self._change_workers()
-        if not self._launcher.closing.is_set():
-            self._launcher.in_thread(self._launcher.launch, one)
+        self._in_thread(self._launch, one)
         for serial, request in requests.items():
             # one that was dead before it got the request counts less: all may have died together
             self._deaths[request.request_id] += 1.0 if serial in received else 1 / len(self.replicas)
@@ -269,22 +341,31 @@ class ReplicatedEngine(WorkerEngine):
         if one is None:
             self._unassigned[request.request_id] = request
             return
-        incarnation = one.current
-        assert incarnation is not None
+        client = one.client
+        assert client is not None
         serial = next(self._serials)
         request.serial = serial
         one.requests[serial] = request
         one.load += sum(s.finish_reason is None for s in request.samples)
-        received = one.received
+        call = client.post("add_request", request)
 
         def arrived(done: Future) -> None:
             error = done.exception()
             if error is None:
-                received.add(serial)
-            elif not isinstance(error, WorkerError):  # whose death is another event
-                self._events.put(Event("refused", one, incarnation, (serial, error)))
+                self._tell(self._note_received, one, client, serial)
+            else:
+                self._tell(self._refuse, one, client, serial, call.meaning_of(error))
 
-        incarnation.post("add_request", request).add_done_callback(arrived)
+        call.ref.future().add_done_callback(arrived)
+
+    def _note_received(self, one: ReplicaState, serial: int) -> None:
+        if serial in one.requests:
+            one.received.add(serial)
+
+    def _refuse(self, one: ReplicaState, serial: int, error: Exception) -> None:
+        """End a request that a replica couldn't read; the death of the replica is told otherwise."""
+        if serial in one.requests and not isinstance(error, WorkerError):
+            self._end(one.requests[serial], "error", f"{type(error).__name__}: {error}")
 
     def _choose(self, request: Request) -> ReplicaState | None:
         """The least loaded replica, or the one that knows the prompt's start, if it has little more to do."""
@@ -335,8 +416,8 @@ class ReplicatedEngine(WorkerEngine):
             return False
         owner = next((one for one in self.serving if request.serial in one.requests), None)
         self._end(request, "abort")
-        if owner is not None and owner.current is not None:
-            owner.current.post("abort_request", request_id)
+        if owner is not None and owner.client is not None:
+            owner.client.post("abort_request", request_id)
         return True
 
     def step(self) -> None:
@@ -345,11 +426,11 @@ class ReplicatedEngine(WorkerEngine):
             raise WorkerError(self.failure)
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
-        self._take_events(POLL)
+        self._work(POLL)
 
     def wake(self) -> None:
         """End another thread's `step` without a report."""
-        self._events.put(Event("wake"))
+        self._todo.put((self.wake, None, None, ()))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -361,18 +442,9 @@ class ReplicatedEngine(WorkerEngine):
         return self._workers
 
     def _change_workers(self) -> None:
-        """Make the list of workers anew; groups of those of before are of no more use."""
-        if self._workers is not None:
-            self._workers.leave_all()
-        self._workers = None
-        incarnations = [one.current for one in self.serving if one.current is not None]
-        if incarnations:
-            together = {node_id(), *(i.info.node for i in incarnations)}
-            address = LOOPBACK if len(together) == 1 else node_address()
-            workers = []
-            for incarnation in incarnations:
-                workers += incarnation.workers
-            self._workers = RemoteWorkers(workers, address, self.config)
+        """Make the list of workers anew; weight groups of those of before are of no more use."""
+        actors = [actor for client in self.clients for actor in client.actors]
+        self._workers = RemoteWorkers(actors, self.config) if actors else None
 
     @property
     def _update_is_open(self) -> bool:
@@ -384,7 +456,7 @@ class ReplicatedEngine(WorkerEngine):
         deadline = time.monotonic() + self.config.start_timeout
         self.poll()
         while not self.serving and self.failure is None and time.monotonic() < deadline:
-            self._take_events(POLL)
+            self._work(POLL)
         self._update = WeightUpdate(self.workers, self.table)
         self._update_until = time.monotonic() + self.config.start_timeout
         return self._update
@@ -397,11 +469,8 @@ class ReplicatedEngine(WorkerEngine):
         update.prepare()
         with deferred_interrupt():
             replicas = self.serving
-            calls = [
-                one.current.command("switch_weights", update.id, version, recompute_running, update.stored)
-                for one in replicas
-                if one.current is not None
-            ]
+            switch = "switch_weights", update.id, version, recompute_running, update.stored
+            calls = [client.command(*switch) for client in self.clients]
             self.weight_version = version
             self.has_weights = True
             self.stored = update.stored
@@ -433,11 +502,9 @@ class ReplicatedEngine(WorkerEngine):
         error, and ends none.
         """
         self.poll()
-        replicas = [one for one in self.serving if one.current is not None]
+        replicas = self.serving
         limit = timeout or self.config.worker_timeout
-        for one in replicas:
-            one.current.patience = time.monotonic() + limit  # type: ignore[union-attr]
-        calls = [one.current.command(method, *args) for one in replicas]  # type: ignore[union-attr]
+        calls = [client.command(method, *args, timeout=limit) for client in self.clients]
         found = outcomes(calls, limit)
         errors = [x for x in found if isinstance(x, Exception)]
         if errors and len(errors) == len(found) and not any(isinstance(e, WorkerError) for e in errors):
@@ -483,9 +550,21 @@ class ReplicatedEngine(WorkerEngine):
 
     def close(self) -> None:
         """End all replicas."""
-        self._launcher.closing.set()
+        self._closing = True
         for one in self.replicas:
-            self._launcher.end(one)
+            _end(one)
+
+
+def _end(one: ReplicaState, client: ReplicaClient | None = None) -> None:
+    """End a replica's processes and give back its room."""
+    if not ray().is_initialized():  # it is shut down, and all that it started with it
+        return
+    for living in (one.client, client):
+        if living is not None:
+            living.kill()
+    if one.placement is not None:
+        one.placement.remove()
+        one.placement = None
 
 
 def check_alike(first: ReplicaInfo, other: ReplicaInfo) -> None:

@@ -2,11 +2,10 @@
 
 from .config import EngineConfig
 from .engine import Engine, WorkerEngine
-from .executor import WorkerError
 from .llm import LLM
 from .outputs import Completion, EngineStats, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
-from .weights import WeightUpdate, WeightUpdateError
+from .weights import WeightUpdate, WeightUpdateError, WorkerError
 
 __all__ = [
     "LLM",

@@ -41,9 +41,8 @@ class EngineConfig:
     replicas: int = 1
     """Engines behind one queue."""
     backend: str = None  # type: ignore[assignment]  # chosen below
-    """What runs stages and replicas: mp (stages are children of this process), ray (replicas and stages are actors of a
-    Ray cluster, a local one where there is no other) or inproc (stages in this process). Unset, ray for replicas, else
-    mp."""
+    """What runs stages and replicas: ray (actors of a Ray cluster, a local one where there is no other) or inproc (all
+    stages in this process, one after the other). Unset, ray where there are several."""
     batches_in_flight: int | None = None
     """Steps under way in a pipeline; unset, as many as it has stages."""
     stage_layers: tuple[int, ...] | None = None
@@ -56,7 +55,7 @@ class EngineConfig:
     @property
     def in_this_process(self) -> bool:
         """True if nothing needs a process of its own."""
-        return self.num_workers == 1 or self.backend == "inproc"
+        return self.backend == "inproc"
 
     @property
     def num_workers(self) -> int:
@@ -83,8 +82,8 @@ class EngineConfig:
         if self.max_num_batched_tokens is None:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
         if self.backend is None:
-            object.__setattr__(self, "backend", "ray" if self.replicas > 1 else "mp")
-        if self.backend not in (backends := ("mp", "ray", "inproc")):
+            object.__setattr__(self, "backend", "ray" if self.num_workers > 1 else "inproc")
+        if self.backend not in (backends := ("ray", "inproc")):
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
         if self.pipeline_parallel_size == 1 and self.stage_layers is not None:
             raise ValueError("stage_layers cuts a model into stages: set pipeline_parallel_size")

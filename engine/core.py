@@ -19,12 +19,12 @@ from ..model.exact import load_config
 from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
 from .engine import MEMORY_TAGS, WorkerEngine
-from .executor import Executor, StepResult, WorkerError
+from .executor import Executor, StepResult
 from .interrupts import deferred_interrupt
 from .model_runner import Draw, Planner
 from .outputs import EngineStats
 from .request import Request, Sample, SampledToken
-from .weights import WeightUpdate, WeightUpdateError, Workers
+from .weights import WeightUpdate, WeightUpdateError, WorkerError, Workers
 from .worker import max_model_len
 
 logger = logging.getLogger(__name__)
@@ -353,5 +353,4 @@ class EngineCore(WorkerEngine):
         )
 
     def close(self) -> None:
-        """End the processes of other stages."""
-        self.executor.close()
+        """Do nothing: whoever started other stages ends them."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from ..kernels.contract import Contract
 from ..model.exact import load_config
@@ -16,12 +15,8 @@ from ..model.stage import Layers, split_by_size
 from .config import EngineConfig
 from .model_runner import Drawn, Plan
 from .request import SampledToken
-from .weights import TensorSpec, WeightTable, Workers
+from .weights import WeightTable, Workers, arguments_of
 from .worker import Worker, WorkerInfo
-
-
-class WorkerError(RuntimeError):
-    """A worker process died, can't be reached, or didn't answer in time."""
 
 
 class StepResult(Protocol):
@@ -31,20 +26,19 @@ class StepResult(Protocol):
         """Return the tokens in the order of the step's draws, as soon as they are there."""
 
 
-class Executor(Workers, Protocol):
+class Executor(Workers):
     """Runs the model of one replica on its workers: the whole model in one, or a pipeline stage in each."""
 
     info: ModelInfo
 
     @property
+    @abstractmethod
     def is_local(self) -> bool:
         """True if all workers are in this process, so that a step which fails leaves nothing behind elsewhere."""
 
+    @abstractmethod
     def submit(self, plan: Plan) -> StepResult:
-        """Start a step. Steps are computed in the order in which they are submitted."""
-
-    def close(self) -> None:
-        """End the workers' processes."""
+        """Start a step and return its tokens to come. Steps are computed in the order in which they are submitted."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +78,21 @@ class ModelInfo:
         )
 
 
-class LocalExecutor:
-    """An `Executor` of workers in this process, one per pipeline stage, which compute one after the other.
-
-    sharers: workers, these and others, that share the memory of the device.
-    """
+class LocalExecutor(Executor):
+    """An `Executor` of workers in this process, one per pipeline stage, which compute one after the other."""
 
     is_local = True
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, sharers: int = 1):
+    def __init__(self, path: pathlib.Path, config: EngineConfig):
+        super().__init__()
         self.load_timeout = config.start_timeout
-        self.workers = [Worker(path, config, layers, sharers) for layers in stage_layers(path, config)]
+        self.workers = [Worker(path, config, layers) for layers in stage_layers(path, config)]
         self.info = ModelInfo.of([worker.info() for worker in self.workers])
         self.collective_rpc("initialize_cache", self.info.num_blocks)
 
     @property
     def world_size(self) -> int:
-        """Ranks in a weight group, one per worker."""
+        """The number of workers."""
         return len(self.workers)
 
     def submit(self, plan: Plan) -> Drawn:
@@ -112,34 +104,7 @@ class LocalExecutor:
 
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return the results."""
-        return [getattr(worker, method)(*args) for worker in self.workers]
-
-    def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Stage (name, tensor) pairs in every worker."""
-        for pair in tensors:
-            self.collective_rpc("load_tensors", update_id, [pair])
-
-    def receive_tensors(self, update_id: str, group: str, specs: list[TensorSpec], bucket_bytes: int | None) -> None:
-        """Stage what rank 0 of a weight group broadcasts now."""
-        self.collective_rpc("receive_tensors", update_id, group, specs, bucket_bytes)
-
-    def join_weight_group(
-        self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
-    ) -> None:
-        """Make the workers ranks `rank`, `rank` + 1, ... of a weight group."""
-        for i, worker in enumerate(self.workers):
-            worker.join_weight_group(name, address, port, rank + i, world_size, backend, timeout)
-
-    def leave_weight_group(self, name: str) -> bool:
-        """Leave a group. True if there was one."""
-        return any(self.collective_rpc("leave_weight_group", name))
-
-    def has_weight_group(self, name: str) -> bool:
-        """True if there is a group of that name that could receive tensors now."""
-        return all(self.collective_rpc("has_weight_group", name))
-
-    def close(self) -> None:
-        """Do nothing: there are no other processes."""
+        return [getattr(worker, method)(*arguments_of(i, args)) for i, worker in enumerate(self.workers)]
 
 
 def stage_layers(path: pathlib.Path, config: EngineConfig) -> list[Layers | None]:

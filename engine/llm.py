@@ -322,7 +322,7 @@ def make_engine(path: pathlib.Path, config: EngineConfig, tokenizer: Any) -> Eng
         return EngineCore(path, config, LocalExecutor(path, config), tokenizer)
     from .. import cluster  # the one arrow from here to there
 
-    return cluster.make_engine(path, config, tokenizer)
+    return cluster.make_engine(path, config)
 
 
 def _check_tags(tags: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..model.stage import Layers, stage_model
 from .config import EngineConfig
 from .model_runner import Drawn, ModelRunner, Plan
 from .weights.group import WeightGroup
-from .weights.spec import TensorSpec
+from .weights.spec import TensorSpec, join_bucket, split_bucket
 from .weights.store import StagedWeights, WeightStore
 from .weights.table import WeightTable, WeightUpdateError
 
@@ -46,8 +47,8 @@ class Worker:
     """
 
     CONCURRENT = frozenset({
-        "begin_update", "load_tensors", "load_file", "load_directory", "receive_tensors", "prepare_update",
-        "abort_update", "join_weight_group", "leave_weight_group", "has_weight_group", "send_weights", "take_weights",
+        "begin_update", "load_tensors", "load_bucket", "load_directory", "receive_tensors", "prepare_update",
+        "abort_update", "join_weight_group", "leave_weight_group", "weight_specs", "read_weights",
     })  # fmt: skip
 
     def __init__(self, path: pathlib.Path, config: EngineConfig, layers: Layers | None = None, sharers: int = 1):
@@ -130,9 +131,9 @@ class Worker:
         """Stage (name, tensor) pairs."""
         self._update(update_id).load(pairs)
 
-    def load_file(self, update_id: str, file: str, specs: list[TensorSpec]) -> None:
-        """Stage the tensors whose bytes are in a file, one after the other."""
-        self._update(update_id).load_file(file, specs)
+    def load_bucket(self, update_id: str, flat: np.ndarray, specs: list[TensorSpec]) -> None:
+        """Stage the tensors whose bytes lie one after the other in `flat`, uint8."""
+        self._update(update_id).load(split_bucket(torch.from_numpy(flat), specs))
 
     def load_directory(self, update_id: str, path: pathlib.Path) -> None:
         """Stage this worker's tensors of a checkpoint directory."""
@@ -172,19 +173,13 @@ class Worker:
             group.close()
         return group is not None
 
-    def has_weight_group(self, name: str) -> bool:
-        """True if there is a group of that name that could receive tensors now."""
-        return name in self._groups and self._groups[name].usable
+    def weight_specs(self) -> list[TensorSpec]:
+        """Return the specs of the weights in force, tied ones once."""
+        return self.store.specs()
 
-    def send_weights(self, address: str, port: int) -> None:
-        """Send the weights in force to another replica's worker, which calls `take_weights` meanwhile."""
-        with WeightGroup(address, port, 0, 2, "copy", timeout=self.config.worker_timeout) as group:
-            group.send(self.store.tensors(), self.store.specs())
-
-    def take_weights(self, update_id: str, address: str, port: int) -> None:
-        """Stage what the same worker of another replica sends."""
-        with WeightGroup(address, port, 1, 2, "copy", timeout=self.config.worker_timeout) as group:
-            self.load_tensors(update_id, group.receive(self.store.specs()))
+    def read_weights(self, specs: list[TensorSpec]) -> np.ndarray:
+        """Return the bytes of these weights in force, uint8, one after the other."""
+        return join_bucket(self.store.tensor(spec.name) for spec in specs)
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, by name."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -87,6 +88,12 @@ def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
         total += size(item)
     if bucket:
         yield bucket
+
+
+def join_bucket(tensors: Iterable[Tensor]) -> np.ndarray:
+    """Return the bytes of tensors on any device, uint8, one after the other."""
+    parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts).numpy()
 
 
 def split_bucket(flat: Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:

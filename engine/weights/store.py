@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from ...kernels import ops
 from ...model.checkpoint import manifest
 from ...model.exact import all_finite
 from ...model.stage import shift_layer
-from .spec import TensorSpec, checksum, split_bucket
+from .spec import TensorSpec, checksum
 from .table import WeightTable, WeightUpdateError
 
 
@@ -59,11 +57,10 @@ class WeightStore:
         """The specs of the tensors in force, tied ones once."""
         return [TensorSpec(name, self.table.shapes[name], self.dtype) for name in self.places]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in force by name, as an update takes them; tied ones once."""
-        for name in self.places:
-            parts = list(self._parts(name))
-            yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in force, by its first name."""
+        parts = list(self._parts(name))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes; tied tensors under their first name."""
@@ -117,7 +114,6 @@ class StagedWeights:
         self.store = store
         self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
         self.given: set[str] = set()
-        self._reading = threading.Lock()
 
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Stage (name, tensor) pairs. Raises WeightUpdateError; tensors of other stages are passed over."""
@@ -128,11 +124,6 @@ class StagedWeights:
     def load_directory(self, path: pathlib.Path) -> None:
         """Stage the tensors of a checkpoint directory."""
         self.load(self._from_directory(path))
-
-    def load_file(self, file: str, specs: Sequence[TensorSpec]) -> None:
-        """Stage the tensors whose bytes are in a file, one after the other; one file at a time, whoever asks."""
-        with self._reading:
-            self.load(split_bucket(torch.from_numpy(np.memmap(file, np.uint8, mode="c")), specs))
 
     def check_complete(self) -> None:
         """Raise WeightUpdateError where tensors of this worker are missing."""

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from .group import TransferError
 from .spec import TensorSpec
 
 
-class Workers(Protocol):
+class WorkerError(RuntimeError):
+    """A worker process died, can't be reached, or didn't answer in time."""
+
+
+@dataclass(frozen=True)
+class PerWorker:
+    """An argument of a call to all workers that differs: the worker of number i gets values[i]."""
+
+    values: Sequence[Any]
+
+
+def arguments_of(worker: int, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments that the worker of this number gets."""
+    return [arg.values[worker] if isinstance(arg, PerWorker) else arg for arg in args]
+
+
+class Workers(ABC):
     """All workers whose weights change together, as one flat list: a replica's, or those of all replicas.
 
-    world_size: ranks that they take in a weight group, one per worker. load_timeout: seconds that all tensors of an
-    update may take.
+    load_timeout: seconds that all tensors of an update may take.
     """
 
     load_timeout: float
 
-    @property
-    def world_size(self) -> int: ...
+    def __init__(self) -> None:
+        self._groups: set[str] = set()
 
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """The number of workers, each of which is a rank in a weight group."""
+
+    @abstractmethod
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return the results in the workers' order.
 
@@ -30,20 +55,42 @@ class Workers(Protocol):
 
     def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage (name, tensor) pairs, which are read once, in every worker."""
+        for pair in tensors:
+            self.collective_rpc("load_tensors", update_id, [pair])
 
     def receive_tensors(self, update_id: str, group: str, specs: list[TensorSpec], bucket_bytes: int | None) -> None:
-        """Stage what rank 0 of a weight group broadcasts now in every worker. A failure ends the group."""
+        """Stage what rank 0 of a weight group broadcasts now in every worker. A failed transfer ends the group."""
+        try:
+            self.collective_rpc("receive_tensors", update_id, group, specs, bucket_bytes, timeout=self.load_timeout)
+        except (TransferError, WorkerError):
+            self._groups.discard(group)
+            raise
 
     def join_weight_group(
         self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
     ) -> None:
         """Make the workers ranks `rank`, `rank` + 1, ... of a weight group; waits for all its other ranks.
 
-        A group of that name from before is left. Raises TransferError or ValueError.
+        Leaves a group of that name from before. Raises TransferError or ValueError.
         """
+        self.leave_weight_group(name)
+        ranks = PerWorker(range(rank, rank + self.world_size))
+        where = name, address, port, ranks, world_size, backend, timeout
+        try:
+            self.collective_rpc("join_weight_group", *where, timeout=timeout + 10)
+        except BaseException:
+            self.leave_weight_group(name)
+            raise
+        self._groups.add(name)
 
     def leave_weight_group(self, name: str) -> bool:
-        """Leave a group. True if there was one."""
+        """Leave a group. Return True if there was one."""
+        known = name in self._groups
+        self._groups.discard(name)
+        with contextlib.suppress(WorkerError):  # a dead worker has left
+            self.collective_rpc("leave_weight_group", name)
+        return known
 
     def has_weight_group(self, name: str) -> bool:
-        """True if there is a group of that name that could receive tensors now."""
+        """Return True if there is a group of that name that could receive tensors now."""
+        return name in self._groups
