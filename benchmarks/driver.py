@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import Future
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,7 @@ from rich.table import Table
 from transformers import LlamaConfig
 
 from samebits.cluster.affinity import PrefixAffinity
-from samebits.cluster.lifecycle import ReplicaState
-from samebits.cluster.replicated_engine import ReplicatedEngine
+from samebits.cluster.replicated_engine import ReplicaState, ReplicatedEngine
 from samebits.engine import EngineConfig, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.executor import ModelInfo
@@ -81,25 +81,21 @@ def two_replicas(waiting: int) -> float:
     super(ReplicatedEngine, engine).__init__()
     arrived: Future = Future()
     arrived.set_result(None)
+    call = SimpleNamespace(ref=SimpleNamespace(future=lambda: arrived))
     engine.replicas = [ReplicaState(i) for i in range(2)]
     for one in engine.replicas:
         one.status = "serving"
-        one.current = SimpleNamespace(post=lambda *args: arrived)  # type: ignore[assignment]
+        one.client = SimpleNamespace(post=lambda *args: call)  # type: ignore[assignment]
     engine._affinity = PrefixAffinity()
     engine._serials = iter(range(10**9))  # type: ignore[assignment]
-    engine._newcomers = []
-    engine._events = SimpleNamespace(get_nowait=_nothing)  # type: ignore[assignment]
+    engine._unassigned = {}
+    engine._held = []
+    engine._todo = SimpleQueue()
     queue = requests(waiting)
     start = time.perf_counter()
     for request in queue:
         engine.add_request(request)
     return (time.perf_counter() - start) / len(queue)
-
-
-def _nothing() -> None:
-    from queue import Empty
-
-    raise Empty
 
 
 def main() -> None:

@@ -52,9 +52,8 @@ def layouts() -> dict[str, dict]:
     half = {"kv_cache_memory_bytes": 2**29}
     return {
         ALONE: {},
-        "2 stages, children": {"pipeline_parallel_size": 2, "backend": "mp"} | half,
-        "2 stages, Ray": {"pipeline_parallel_size": 2, "backend": "ray"} | half,
-        "2 replicas, Ray": {"replicas": 2} | half,
+        "2 stages": {"pipeline_parallel_size": 2} | half,
+        "2 replicas": {"replicas": 2} | half,
     }
 
 
@@ -76,7 +75,7 @@ def ray_seconds() -> float:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if ("/ray/" in command or "ray::" in command) and "ray::RayHost" not in command:
+            if ("/ray/" in command or "ray::" in command) and "ray::Host" not in command:
                 total += sum(process.cpu_times()[:2])
     return total
 
@@ -113,7 +112,8 @@ def rounds_of(
     All layouts are alive and take turns, in another order each round: neighbours' load hits all alike. A first round,
     which touches memory for the first time, is not counted.
     """
-    spawn, on_ray = multiprocessing.get_context("spawn"), any(s.get("backend") == "ray" for s in chosen.values())
+    spawn = multiprocessing.get_context("spawn")
+    on_ray = any(name != ALONE for name in chosen)
     pipes: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}))  # what the layouts inherit
@@ -169,10 +169,10 @@ def trace(model: str, in_flight: int = 4) -> dict:
               skip_tokenizer_init=True)  # fmt: skip
     work = WORKLOADS["mixed"]()
     llm.generate(work["prompts"][:2], SamplingParams(max_tokens=4), use_tqdm=False)
-    llm.engine.executor.collective_rpc("take_trace")
+    llm.engine.workers.collective_rpc("take_trace")
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
     llm.generate(work["prompts"], params, use_tqdm=False)
-    stages = llm.engine.executor.collective_rpc("take_trace")
+    stages = llm.engine.workers.collective_rpc("take_trace")
     layers = split_by_size(llm.path, 2)
     llm.close()
     origin = min(s[0][0] for s in stages)
@@ -285,17 +285,13 @@ def main() -> None:
     for dtype in args.dtypes:
         chosen = {name: s for name, s in layouts().items() if args.only in name}
         rates, shares = throughput(args.model, dtype, chosen, args.starts, args.rounds)
-        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}", "of children")
-        ratios: dict[str, dict] = {}
+        table = Table(f"layout, {dtype}", "output tok/s (median)", "runs", f"of {ALONE}")
+        ratios: dict[str, float] = {}
         for name, each in rates.items():
-            others = {"of one": ALONE} | ({"of children": "2 stages, children"} if name == "2 stages, Ray" else {})
-            ratios[name] = {
-                key: statistics.median(a / b for a, b in zip(each, rates[other], strict=True))
-                for key, other in others.items()
-                if other in rates
-            }
-            shown = [f"{ratios[name][key]:.3f} x" if key in ratios[name] else "" for key in ("of one", "of children")]
-            table.add_row(name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), *shown)
+            if ALONE in rates:
+                ratios[name] = statistics.median(a / b for a, b in zip(each, rates[ALONE], strict=True))
+            shown = f"{ratios[name]:.3f} x" if name in ratios else ""
+            table.add_row(name, f"{statistics.median(each):.0f}", " ".join(f"{x:.0f}" for x in each), shown)
         console.print(table)
         if shares:
             console.print(f"Ray's own processes took {100 * statistics.mean(shares):.1f} % of a CPU")

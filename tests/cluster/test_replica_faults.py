@@ -44,10 +44,10 @@ def test_replicas_that_die_together_cost_no_request(pair, paths, expected, monke
 def test_workers_leave_sigterm_to_their_parent(pair, paths, expected):
     """A service manager sends it to all processes of a server, which still has requests to finish."""
     pair.update_weights(paths[0])
-    before = [one.current for one in pair.engine.replicas]
+    before = [one.client for one in pair.engine.replicas]
     processes = [faults.process_of(one) for one in before]
     outputs = run_and(pair, lambda: [process.terminate() for process in processes])
-    assert bits(outputs) == expected[0] and [one.current for one in pair.engine.replicas] == before
+    assert bits(outputs) == expected[0] and [one.client for one in pair.engine.replicas] == before
 
 
 def test_a_replica_that_hangs_counts_as_dead(paths, expected, ray_cluster):
@@ -69,7 +69,7 @@ def test_a_request_that_kills_replicas_is_given_up(paths, ray_cluster):
         deadline = time.monotonic() + 90
         while llm.has_unfinished_requests() and time.monotonic() < deadline:
             output = ([output, *llm.step()])[-1]
-            now = next((one.current for one in llm.engine.replicas if one.received), None)
+            now = next((one.client for one in llm.engine.replicas if one.received), None)
             if now is not None and now is not killed:
                 killed = now
                 faults.kill(now)
@@ -78,11 +78,12 @@ def test_a_request_that_kills_replicas_is_given_up(paths, ray_cluster):
         llm.close()
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_replica_dies(paths, expected, ray_cluster):
     """The whole replica is started again; its requests go on elsewhere."""
     llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
     try:
-        outputs = run_and(llm, lambda: faults.kill(llm.engine.replicas[0].current.actors[1]))
+        outputs = run_and(llm, lambda: faults.kill(llm.engine.replicas[0].client.actors[1]))
         assert bits(outputs) == expected[0]
         wait_for(lambda: faults.serve(llm), 90)
         llm.update_weights(exact_model(paths[1]))
@@ -91,14 +92,14 @@ def test_a_stage_of_a_replica_dies(paths, expected, ray_cluster):
         llm.close()
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 2}, {}], ids=["ray", "children"])
-def test_workers_end_with_the_process_that_started_them(paths, tmp_path, settings):
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_workers_end_with_the_process_that_started_them(paths, tmp_path, replicas):
     """With SIGKILL, which lets nobody clean up: the workers, and a local Ray that was started for them."""
     program = f"""
 import os, time
 from samebits import LLM
 os.environ["RAY_ADDRESS"] = ""
-llm = LLM({str(paths[0])!r}, pipeline_parallel_size=2, kv_cache_memory_bytes=2**20, **{settings})
+llm = LLM({str(paths[0])!r}, pipeline_parallel_size=2, replicas={replicas}, kv_cache_memory_bytes=2**20)
 print("ready", flush=True)
 time.sleep(100)
 """
@@ -108,7 +109,7 @@ time.sleep(100)
         while process.stdout.readline() != b"ready\n":
             assert process.poll() is None
         workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "Agent" not in p.name()]
-        assert len(workers) >= (4 if settings else 1)  # Ray's own agents take a minute
+        assert len(workers) >= 2 * replicas  # Ray's own agents take a minute
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(workers, 30)
@@ -119,7 +120,7 @@ def test_a_stage_that_dies_in_idleness_ends_its_replica(paths, expected, ray_clu
     """Or every update would fail for ever."""
     llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
     try:
-        faults.kill(llm.engine.replicas[1].current.actors[1])
+        faults.kill(llm.engine.replicas[1].client.actors[1])
         wait_for(lambda: not faults.serve(llm))
         assert llm.update_weights(exact_model(paths[1])) == 1
         assert bits(generate(llm)) == expected[1]
@@ -155,7 +156,7 @@ def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expect
 @pytest.mark.parametrize("stages", [1, 2])
 def test_each_stage_is_an_actor_in_its_replicas_placement_group(paths, ray_cluster, stages):
     with LLM(paths[0], replicas=2, pipeline_parallel_size=stages, **SMALL) as llm:
-        actors = [actor for one in llm.engine.replicas for actor in one.current.actors]
+        actors = [actor for one in llm.engine.replicas for actor in one.client.actors]
         processes = {faults.process_of(actor) for actor in actors}
         assert len(processes) == 2 * stages, "each stage has one"
         assert {p.nice() for p in processes} == {os.nice(0)}, "they would wait for any other process"

@@ -1,14 +1,17 @@
 """A weight update reaches all replicas, or none."""
 
+import contextlib
 import shutil
+import threading
 import time
 
+import numpy as np
 import pytest
 
 from samebits import LLM
 from samebits.cluster import workers
 from samebits.engine import WeightUpdateError, WorkerError
-from samebits.engine.weights import TransferError
+from samebits.engine.weights import TransferError, WeightGroup, free_port, specs_of
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import faults
@@ -69,18 +72,14 @@ def test_a_bad_update_changes_no_replica(pair, paths, expected, how):
     assert bits(generate(pair)) == expected[1]
 
 
-@pytest.mark.parametrize(
-    "verb", ["begin_update", "load_file", "join_weight_group", "receive_tensors", "prepare_update"]
-)
+@pytest.mark.parametrize("verb", ["begin_update", "load_bucket", "prepare_update"])
 def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
     version = pair.update_weights(exact_model(paths[0]))
-    if verb in ("join_weight_group", "receive_tensors"):  # as between machines
-        monkeypatch.setattr(workers, "_free_shared_memory", lambda: 0)
     monkeypatch.setattr(pair.engine.workers, "timeout", 5.0)
     victim = pair.engine.replicas[1]
     faults.at(monkeypatch, victim, verb, faults.dies(victim))
     start = time.monotonic()
-    with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
+    with pytest.raises((WorkerError, WeightUpdateError)):
         pair.update_weights(exact_model(paths[1]))
     assert pair.weight_version == version and time.monotonic() - start < 15
     assert bits(generate(pair)) == expected[0]
@@ -89,11 +88,54 @@ def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, pa
     assert bits(generate(pair)) == expected[1]
 
 
+def send(llm, model, timeout: float = 5.0) -> int:
+    """An update over a weight group, whose rank 0 sends from a thread."""
+    state = model.state_dict()
+    ranks = llm.engine.workers.world_size + 1
+    port = free_port("127.0.0.1")
+
+    def sender() -> None:
+        with (
+            contextlib.suppress(TransferError),
+            WeightGroup("127.0.0.1", port, 0, ranks, "g", timeout=timeout) as group,
+        ):
+            group.send(state.items(), specs_of(state))
+
+    thread = threading.Thread(target=sender)
+    thread.start()
+    try:
+        llm.engine.workers.join_weight_group("g", "127.0.0.1", port, 1, ranks, "gloo", timeout)
+        update = llm.begin_weight_update()
+        update.receive("g", specs_of(state))
+        return llm.commit_weight_update(update)
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("verb", ["join_weight_group", "receive_tensors"])
+def test_a_replica_that_dies_in_a_weight_group_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
+    version = pair.update_weights(paths[0])
+    assert send(pair, exact_model(paths[1])) == version + 1
+    assert bits(generate(pair)) == expected[1]
+    victim = pair.engine.replicas[1]
+    faults.at(monkeypatch, victim, verb, faults.dies(victim))
+    with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
+        send(pair, exact_model(paths[0]))
+    assert not pair.engine.workers.has_weight_group("g")
+    assert pair.weight_version == version + 1 and bits(generate(pair)) == expected[1]
+    wait_for(lambda: faults.serve(pair), 60)
+    assert send(pair, exact_model(paths[0])) == version + 2
+    assert bits(generate(pair)) == expected[0]
+
+
 @pytest.mark.parametrize("how", ["dies", "fails"])
 def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, paths, expected, how, monkeypatch):
     before = pair.update_weights(paths[0])
     victim = pair.engine.replicas[0]
-    unknown = lambda call, method, verb, *args: call(method, verb, "no such update", *args[1:])  # noqa: E731
+
+    def unknown(call, target, method, verb, update_id, *args):
+        return call(target, method, verb, "no such update", *args)
+
     faults.at(monkeypatch, victim, "switch_weights", faults.dies(victim) if how == "dies" else unknown)
     version = pair.update_weights(exact_model(paths[1]))
     assert version == before + 1 and bits(generate(pair)) == expected[1]
@@ -107,17 +149,17 @@ def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, path
 def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, paths, expected, phase, monkeypatch):
     """And lives: it can't read a bucket, or finds in the end that it had not got one."""
     version = pair.update_weights(exact_model(paths[0]))
-    before = [one.current for one in pair.engine.replicas]
+    before = [one.client for one in pair.engine.replicas]
 
-    def elsewhere(call, method, verb, update_id, file, specs):
-        return call(method, verb, update_id, "/nowhere", specs)
+    def torn(call, target, method, update_id, flat, specs):
+        return call(target, method, update_id, np.zeros(3, np.uint8), specs)
 
     with monkeypatch.context() as patch:
-        faults.at(patch, pair.engine.replicas[1], "load_file", elsewhere if phase == "transfer" else faults.lost)
-        with pytest.raises((FileNotFoundError, WeightUpdateError), match=r"nowhere|missing"):
+        faults.at(patch, pair.engine.replicas[1], "load_bucket", torn if phase == "transfer" else faults.lost)
+        with pytest.raises((RuntimeError, WeightUpdateError), match=r"size|missing"):
             pair.update_weights(exact_model(paths[1]))
     assert pair.weight_version == version and bits(generate(pair)) == expected[0]
-    assert [one.current for one in pair.engine.replicas] == before, "an error is no death"
+    assert [one.client for one in pair.engine.replicas] == before, "an error is no death"
     assert pair.update_weights(exact_model(paths[1])) == version + 1 and bits(generate(pair)) == expected[1]
 
 
@@ -151,6 +193,7 @@ def test_a_new_replica_takes_weights_from_another_not_from_files_that_changed(pa
     assert bits(generate(pair)) == expected[1]
 
 
+@pytest.mark.slow
 def test_weights_whose_files_changed_are_lost_with_the_last_replica(paths, tmp_path, expected, ray_cluster):
     """A restart that read the files again would serve other weights under the old version."""
     path = tmp_path / "model"
@@ -171,7 +214,7 @@ def test_what_no_replica_can_do_is_an_error_and_ends_none(paths, tmp_path, expec
     path = tmp_path / "model"
     shutil.copytree(paths[0], path)
     with LLM(path, replicas=2, **SMALL) as llm:
-        before = [one.current for one in llm.engine.replicas]
+        before = [one.client for one in llm.engine.replicas]
         llm.sleep(2)
         shutil.copytree(paths[1], path, dirs_exist_ok=True)
         with pytest.raises(WeightUpdateError, match="changed"):
@@ -180,7 +223,7 @@ def test_what_no_replica_can_do_is_an_error_and_ends_none(paths, tmp_path, expec
         llm.update_weights(path)
         llm.wake_up()
         assert bits(generate(llm)) == expected[1]
-        assert faults.serve(llm) and [one.current for one in llm.engine.replicas] == before
+        assert faults.serve(llm) and [one.client for one in llm.engine.replicas] == before
 
 
 def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, tmp_path, expected, monkeypatch):
@@ -220,18 +263,18 @@ def test_replicas_that_come_back_together_copy_weights_from_those_that_serve(pat
     with LLM(paths[0], replicas=3, kv_cache_memory_bytes=2**20, worker_timeout=5.0) as llm:
         llm.update_weights(exact_model(paths[1]))  # from a trainer: they can only come from another replica
         replicas = llm.engine.replicas
-        donor = replicas[0].current
+        donor = replicas[0].client
         for one in replicas[1:]:
             faults.kill(one)
         wait_for(lambda: not faults.serve(llm, 3))
         wait_for(lambda: faults.serve(llm, 3), 60)
-        assert replicas[0].current is donor
+        assert replicas[0].client is donor
         assert bits(generate(llm)) == expected[1]
         launched = []
-        launch = llm.engine._launcher.launch
-        monkeypatch.setattr(llm.engine._launcher, "launch", lambda one: launched.append(one.index) or launch(one))
+        launch = llm.engine._launch
+        monkeypatch.setattr(llm.engine, "_launch", lambda one: launched.append(one.index) or launch(one))
         lender = replicas[2 % 2]  # the one that `_admit` chooses for the third of three, where two serve
-        faults.at(monkeypatch, lender, "send_weights", faults.dies(lender))
+        faults.at(monkeypatch, lender, "read_weights", faults.dies(lender))
         faults.kill(replicas[2])
         wait_for(lambda: not faults.serve(llm, 3))
         wait_for(lambda: faults.serve(llm, 3), 90)

@@ -10,6 +10,7 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.cluster import replica
 from samebits.engine import EngineConfig, RequestOutputKind
+from samebits.engine.executor import LocalExecutor
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import faults
@@ -109,16 +110,16 @@ def test_a_message_that_cant_be_read_is_an_answer_not_a_death(pair):
 
     Private.__qualname__, Private.__module__ = "Private", __name__
     globals()["Private"] = Private  # so that it can be sent, to where it is unknown
-    before = [one.current for one in pair.engine.replicas]
+    before = [one.client for one in pair.engine.replicas]
     (out,) = pair.generate(PROMPTS[:1], Private(max_tokens=3), use_tqdm=False)
     assert out.completions[0].finish_reason == "error" and "No module" in out.completions[0].stop_reason
-    assert [one.current for one in pair.engine.replicas] == before
+    assert [one.client for one in pair.engine.replicas] == before
 
 
 def test_tokens_that_nobody_waits_for_are_reported_seldom(paths, expected, monkeypatch):
     """Of requests whose end alone is asked for: when more or fewer run, after REPORT_STEPS, and at a pause."""
-    monkeypatch.setattr(replica, "node_id", lambda: "here")
-    far = replica.Replica(paths[0], EngineConfig(**SMALL), [], 1, 1)
+    config = EngineConfig(**SMALL)
+    far = replica.Replica(paths[0], config, LocalExecutor(paths[0], config), 1)
     llm = LLM(paths[0], **SMALL)
     reports = far.run()
     near = {}

@@ -3,22 +3,24 @@
 import os
 import signal
 import time
-from concurrent.futures import Future
 
 import psutil
+import ray
 
-WRAPPERS = "on_worker", "command", "post"
+from samebits.cluster.actors import Actor, Call
+
+ENGINE = "command", "post"
+
+
+def actors_of(worker) -> list[Actor]:
+    """The actors of a replica, or of one of its lives, or the actor itself."""
+    life = getattr(worker, "client", worker)
+    return getattr(life, "actors", [life])
 
 
 def process_of(worker) -> psutil.Process:
-    """The process of a replica, or of one of a pipeline's stages."""
-    if hasattr(worker, "process"):  # a child of this one
-        return psutil.Process(worker.process.pid)
-    incarnation = getattr(worker, "current", worker)
-    handle = incarnation.actors[0] if hasattr(incarnation, "actors") else incarnation
-    import ray
-
-    return psutil.Process(ray.get(handle.actor.__ray_call__.remote(lambda host: os.getpid())))
+    """The process of an actor, or of a replica's first stage."""
+    return psutil.Process(ray.get(actors_of(worker)[0].handle.__ray_call__.remote(lambda host: os.getpid())))
 
 
 def kill(worker) -> None:
@@ -30,39 +32,32 @@ def stop(worker) -> None:
     process_of(worker).send_signal(signal.SIGSTOP)
 
 
-def handles_of(worker) -> list:
-    incarnation = getattr(worker, "current", worker)
-    return getattr(incarnation, "actors", [incarnation])
-
-
 def at(monkeypatch, worker, verb: str, fault) -> None:
-    """From now on a verb to a worker is fault(call, method, *args) instead of call(method, *args)."""
-    for handle in handles_of(worker):
+    """From now on a verb to a worker is fault(call, target, method, *args) instead of call(target, method, *args)."""
+    for actor in actors_of(worker):
 
-        def call(method, *args, original=handle.call):
-            inner = args[0] if method in WRAPPERS else method
-            return fault(original, method, *args) if inner == verb else original(method, *args)
+        def call(target, method, *args, original=actor.call):
+            inner = args[0] if method in ENGINE else method
+            return fault(original, target, method, *args) if inner == verb else original(target, method, *args)
 
-        monkeypatch.setattr(handle, "call", call)
+        monkeypatch.setattr(actor, "call", call)
 
 
 def dies(worker):
     """A fault: the worker's process dies before the verb reaches it."""
     process = process_of(worker)
 
-    def fault(call, method, *args):
+    def fault(call, *args):
         process.kill()
         time.sleep(0.3)
-        return call(method, *args)
+        return call(*args)
 
     return fault
 
 
-def lost(call, method, *args) -> Future:
+def lost(call, *args) -> Call:
     """A fault: the verb is answered and not executed."""
-    nothing: Future = Future()
-    nothing.set_result(None)
-    return nothing
+    return Call("nobody", ray.put(None))
 
 
 def serve(llm, count: int = 2) -> bool:

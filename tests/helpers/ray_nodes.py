@@ -51,17 +51,17 @@ def main(old: str, new: str) -> None:
         found["version"] = llm.update_weights(exact_model(new))
         found["update waits"] = time.monotonic() - start
         found["world size"] = llm.world_size
-        config = engine._launcher.config
-        engine._launcher.config = dataclasses.replace(config, start_timeout=1.0)
+        config = engine.config
+        engine.config = dataclasses.replace(config, start_timeout=1.0)
         deadline = time.monotonic() + 25 + 8  # the attempt under way, and as many as may fail in a row
         while time.monotonic() < deadline:
             found["still"] = states()
             time.sleep(0.1)
-        engine._launcher.config = dataclasses.replace(config, start_timeout=60.0)
+        engine.config = dataclasses.replace(config, start_timeout=60.0)
         update = llm.begin_weight_update()
         cluster.add_node(num_cpus=1)
         update.load(exact_model(old))
-        wait_for(lambda: states() == ["serving", "starting"] and engine._newcomers)
+        wait_for(lambda: states() == ["serving", "starting"] and engine._held)
         found["through"] = llm.commit_weight_update(update)
         wait_for(lambda: states() == ["serving", "serving"])
         found["again"] = tokens(llm.generate(prompts, params, False)) == expected[0]
