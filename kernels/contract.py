@@ -40,6 +40,7 @@ class Contract:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device, linear_route: str = "fma") -> Contract:
+        """The contract of this machine for a model of `dtype` on `device`."""
         import transformers
 
         trees = ops.backend(device).trees(device)
@@ -57,6 +58,7 @@ class Contract:
 
     @property
     def hash(self) -> str:
+        """The first 16 hex digits of the fields' SHA-256."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

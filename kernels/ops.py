@@ -210,7 +210,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass
 class PagedLayout:
-    """Which sequence and position each token of a packed batch has, and where its KV lives.
+    """The sequence and position of each token of a packed batch, and where its KV lives.
 
     lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slots int32 [T] (page * BLOCK +
     offset, where each token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the
@@ -321,6 +321,7 @@ class RowParams:
 
     @classmethod
     def repeat(cls, rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowParams:
+        """The parameters of `rows` rows that are all sampled alike."""
         return cls(
             np.full(rows, temperature, np.float64),
             np.full(rows, top_k, np.int64),
@@ -336,7 +337,7 @@ class RowParams:
 
 
 class Scores(NamedTuple):
-    """What a token and its distribution are like, f64 [R] each, in nats. argmax: the most likely token's id.
+    """A token's log-prob and its distribution's statistics, f64 [R] each, in nats. argmax: the most likely token's id.
 
     All are NaN where a row's logits aren't finite.
     """

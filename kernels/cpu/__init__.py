@@ -32,7 +32,7 @@ def check(device: torch.device) -> None:
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """What of the numerics contract these kernels decide."""
+    """The fields of the numerics contract that these kernels decide."""
     return {
         "linear": "bias, then fp32 fma over ascending K",
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",

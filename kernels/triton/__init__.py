@@ -47,7 +47,7 @@ def check(device: torch.device) -> None:
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """What of the numerics contract these kernels decide."""
+    """The fields of the numerics contract that these kernels decide."""
     gpu = "interpreter" if INTERPRETED else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return {
         "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), "
@@ -66,6 +66,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def storage(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as the kernels read it: itself."""
     return weight
 
 
@@ -75,6 +76,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def packed_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The given rows of a packed weight, [rows, depth]."""
     return weight[rows]
 
 

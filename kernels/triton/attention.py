@@ -173,6 +173,7 @@ def _write_kv(
 
 
 def padded_width(dim: int) -> int:
+    """The width of a block that holds a head: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 

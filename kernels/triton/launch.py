@@ -30,6 +30,7 @@ def _properties(device: torch.device) -> Any:
 
 
 def multiprocessors(device: torch.device) -> int:
+    """The number of the device's multiprocessors; 4 in the interpreter."""
     return 4 if INTERPRETED else _properties(device).multi_processor_count
 
 
