@@ -20,7 +20,8 @@ class Workers(Protocol):
     load_timeout: float
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of workers, which is that of receivers in a process group."""
 
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return the results in the workers' order.
