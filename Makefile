@@ -12,7 +12,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
-	@echo "make bench-scale  stages and replicas on this machine, on child processes and on Ray"
+	@echo "make bench-scale  stages and replicas on this machine"
 	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under eight minutes"
 	@echo "make loc        code lines per package"
 	@echo "make clean      removes the virtual environment and caches in this folder"
