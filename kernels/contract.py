@@ -63,7 +63,7 @@ class Contract:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check(self, other: Contract | str) -> None:
-        """Raises NumericsError, naming the fields that differ, unless `other` (or its hash) is the same contract."""
+        """Raise NumericsError, naming the fields that differ, unless `other` (or its hash) is the same contract."""
         if isinstance(other, str):
             if other != self.hash:
                 raise NumericsError(f"numerics contracts differ: {self.hash} here, {other} there")
@@ -101,7 +101,7 @@ def _row_stable(run, x: torch.Tensor) -> bool:
 
 
 def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") -> None:
-    """Checks on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
+    """Check on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """
