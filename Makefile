@@ -3,13 +3,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint package-folder docs bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
 	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
 	@echo "make bench-scale  stages and replicas on this machine"
 	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under eight minutes"
@@ -38,12 +39,18 @@ test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest tests/server
 
-lint: setup
+package-folder:  # mypy and mkdocstrings want a folder of the package's name
+	@mkdir -p build/typing/samebits
+	@for p in __init__.py $(PACKAGES); do ln -sfn ../../../$$p build/typing/samebits/$$p; done
+
+lint: setup package-folder
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p build/typing/samebits  # mypy wants a folder of the package's name
-	@for p in __init__.py $(PACKAGES); do ln -sfn ../../../$$p build/typing/samebits/$$p; done
 	MYPYPATH=build/typing $(BIN)/mypy -p samebits
+
+docs: setup package-folder
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build
 
 bench: setup
 	$(BIN)/python benchmarks/throughput.py --peers $(PEERS)

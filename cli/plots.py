@@ -64,7 +64,7 @@ def calibration(found: Calibration) -> bytes:
 
 
 def ranked(found: Calibration) -> list[Assessment]:
-    """By expected cosine; without one, by intervention."""
+    """The assessments, best first: by expected cosine, or by intervention where there is none."""
     return sorted(found.assessments, key=lambda a: -(a.alignment.cosine if a.alignment else -a.intervention))
 
 

@@ -30,12 +30,16 @@ class Grid:
 
 @dataclass(frozen=True)
 class Lines:
+    """A title and lines of text."""
+
     title: str
     lines: list[str]
 
 
 @dataclass(frozen=True)
 class Code:
+    """A title and a block of code."""
+
     title: str
     text: str
 
@@ -165,6 +169,7 @@ def _interval(value: float, interval: tuple[float, float]) -> str:
 
 
 def show(console: Console, parts: list[Part]) -> None:
+    """Print a report's parts to a console."""
     for part in parts:
         match part:
             case Grid(title, header, rows, brief, chosen):

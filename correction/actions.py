@@ -108,7 +108,7 @@ def _check_bounds(low: float | None, high: float | None) -> None:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction does to a batch; both in the mask's shape, constants to autograd.
+    """A correction's effect on a batch; both in the mask's shape, constants to autograd.
 
     weights: fp32, 1 without a weight, 0 outside the mask; never changed by gates. keep: bool, False outside the mask.
     denominator: see `Correction`.
@@ -121,7 +121,7 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Correction:
-    """At most one weight, and gates that must all let a token pass.
+    """A correction: at most one weight, and gates that must all let a token pass.
 
     denominator: what a mean loss divides by: "original", the tokens sampled, so that rejection never raises the step
     size; or "kept", those that passed.

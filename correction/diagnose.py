@@ -105,7 +105,9 @@ class Diagnosis:
         self._set_state(reduce(sums, "sum"), reduce(largest, "max"))
 
     def quantile(self, q: float) -> float:
-        """Of |d|, from a histogram with 32 bins a decade (within 7 %); exact where it is 0, never above the largest."""
+        """The quantile of |d|, from a histogram with 32 bins per decade (within 7 %).
+
+        Exact where it is 0, and never above the largest."""
         cumulative = self.histogram.cumsum(0)
         index = int(torch.searchsorted(cumulative, q * cumulative[-1].clamp_min(1)))
         top = float(self.largest["all"])

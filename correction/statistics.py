@@ -24,7 +24,7 @@ _PROBABILITY = 1e-6, 1 - 1e-6  # where the Bernoulli KL clamps its probabilities
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In fp64, or fp32 on devices without it."""
+    """The tensor in fp64, or fp32 on devices without it."""
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
@@ -75,6 +75,7 @@ class LogProbs:
 
     @property
     def num_sequences(self) -> int:
+        """The number of sequences, padded or packed."""
         return self.mask.shape[0] if self.offsets is None else len(self.offsets) - 1
 
     @cached_property
@@ -136,6 +137,7 @@ class Statistic:
 
     @property
     def per_token(self) -> bool:
+        """True if every token has its own value."""
         return self.aggregate == "token"
 
     def of(self, logprobs: LogProbs) -> Tensor:

@@ -47,23 +47,34 @@ def packages(axes: Axes) -> None:
 
 def processes(axes: Axes) -> None:
     """Draw two replicas of two stages."""
-    box(axes, 0.5, 7.6, 9, 2.2, "", "white")
-    axes.text(5, 9.5, "driver: your process", ha="center", size=9, color=INK)
-    box(axes, 0.9, 7.9, 2.4, 1.2, "LLM")
-    box(axes, 3.9, 7.9, 5.2, 1.2, "ReplicatedEngine")
-    arrow(axes, (3.3, 8.5), (3.9, 8.5))
-    for number, x in enumerate((0.5, 5.2)):
-        box(axes, x, 3.9, 4.3, 2.4, "", "white")
-        axes.text(x + 2.15, 6.02, f"actor: replica {number}", ha="center", size=9, color=INK)
-        box(axes, x + 0.2, 4.9, 3.9, 0.8, "EngineCore, Scheduler")
-        box(axes, x + 0.2, 4.05, 3.9, 0.7, "Worker: stage 0")
-        box(axes, x, 1.4, 4.3, 1.0, "actor: stage 1 (Worker)")
-        arrow(axes, (x + 1.2, 7.9), (x + 1.2, 6.3), "requests")
-        arrow(axes, (x + 3.1, 6.3), (x + 3.1, 7.9), "reports")
-        arrow(axes, (x + 1.2, 3.9), (x + 1.2, 2.4), "plans,\nhidden states")
-        arrow(axes, (x + 3.3, 2.4), (x + 3.3, 3.9), "tokens")
-    axes.text(5, 0.6, "requests, reports, calls: Ray    plans, hidden states, tokens, weights: torch.distributed",
-              ha="center", size=8, color=INK)  # fmt: skip
+    box(axes, 0.2, 8.0, 9.6, 2.0, "", "white")
+    axes.text(5, 9.7, "driver: your process", ha="center", va="center", size=9, color=INK)
+    box(axes, 0.5, 8.25, 2.4, 1.1, "LLM")
+    box(axes, 3.6, 8.25, 5.9, 1.1, "ReplicatedEngine\nReplicaClient, ReplicaClient")
+    arrow(axes, (2.9, 8.8), (3.6, 8.8))
+    for number, x in enumerate((0.2, 5.2)):
+        box(axes, x, 3.8, 4.6, 2.7, "", "white")
+        axes.text(x + 2.3, 6.2, f"actor: replica {number}", ha="center", va="center", size=9, color=INK)
+        box(axes, x + 0.2, 4.95, 4.2, 0.95, "Replica: EngineCore, Scheduler,\nPipelineExecutor")
+        box(axes, x + 0.2, 4.0, 4.2, 0.75, "StageWorker: first layers")
+        box(axes, x, 0.9, 4.6, 1.5, "", "white")
+        axes.text(x + 2.3, 2.1, f"actor: replica {number}, stage 1", ha="center", va="center", size=9, color=INK)
+        box(axes, x + 0.2, 1.05, 4.2, 0.75, "StageWorker: last layers")
+        arrow(axes, (x + 1.1, 8.0), (x + 1.1, 6.5), "requests,\ncommands")
+        arrow(axes, (x + 3.5, 6.5), (x + 3.5, 8.0), "reports")
+        arrow(axes, (x + 0.7, 3.8), (x + 0.7, 2.4), "plans")
+        arrow(axes, (x + 2.3, 3.8), (x + 2.3, 2.4), "hidden\nstates")
+        arrow(axes, (x + 3.9, 2.4), (x + 3.9, 3.8), "tokens")
+    axes.text(
+        5,
+        0.3,
+        "hidden states: torch.distributed   weights: objects of Ray's, or a trainer's process group\n"
+        "all else: calls of actors' methods",
+        ha="center",
+        va="center",
+        size=8,
+        color=INK,
+    )
     axes.set_title("processes: LLM(model, replicas=2, pipeline_parallel_size=2)", size=10, color=INK)
 
 

@@ -1,3 +1,5 @@
+"""The engine's settings."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

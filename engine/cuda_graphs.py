@@ -77,6 +77,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fits(self, layout: ops.PagedLayout) -> bool:
+        """True if a recorded graph has room for the step's tokens."""
         return len(layout.positions) <= max(self.sizes, default=0)
 
     def clear(self) -> None:

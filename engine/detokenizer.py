@@ -1,3 +1,5 @@
+"""Text from token ids, as they come."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ class Executor(Workers):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What an engine needs to know of the model that its workers hold. Bytes are those of all workers together.
+    """Sizes of the model that an engine's workers hold. Bytes are those of all workers together.
 
     stage_kv_bytes: the KV pool of the worker that has the largest. num_attention_groups: query heads per KV head.
     """

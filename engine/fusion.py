@@ -20,6 +20,7 @@ class PackedEmbedding(nn.Embedding):
     packed: ops.PackedWeight
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the ids' rows of the packed weight."""
         return self.packed.rows(ids)
 
 
@@ -27,6 +28,7 @@ class FusedAttention(nn.Module):
     """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
+        """Return the attention's output [1, T, hidden] over the paged cache, and no weights."""
         module: Any = self
         shape = *hidden_states.shape[1:-1], -1, module.head_dim
         q, k, v = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
@@ -55,6 +57,7 @@ class FusedNorm(ExactRMSNorm):
         return total
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed rows, computed ahead by `add` where x is its sum."""
         total, normed = self.__dict__.pop("_ahead", FusedNorm._ahead)
         return super().forward(x) if x is not total else normed
 
@@ -65,6 +68,7 @@ class FusedLayer(nn.Module):
     following: tuple[FusedNorm, ...] = ()  # the norm after this layer, if there is one here; a tuple: no child of it
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        """Return the layer's output; residual sums and norms are one kernel each."""
         module: Any = self
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = module.post_attention_layernorm.add(hidden_states, attended)

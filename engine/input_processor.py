@@ -1,4 +1,4 @@
-"""From what a caller gives to a `Request` that the engine can run: everything that can be wrong is found here."""
+"""The way from a caller's arguments to a `Request` that the engine can run; all errors are found here."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ class InputProcessor:
         return None, list(prompt), cache_salt
 
     def need_tokenizer(self, what: str):
+        """The tokenizer. Raises ValueError, naming what needs it, where there is none."""
         if self.tokenizer is None:
             raise ValueError(f"{what} need a tokenizer, and {self.where} has none; give token ids")
         return self.tokenizer

@@ -1,3 +1,5 @@
+"""Ctrl-C that waits for the end of what must not be cut in two."""
+
 from __future__ import annotations
 
 import signal

@@ -132,7 +132,7 @@ def _banned(draw: Draw) -> list[int]:
 
 
 class Drawn:
-    """What a step sampled and scored, on its way from the device: nobody waits for it but `wait`.
+    """The results of a step's sampling and scoring, on their way from the device: nobody waits for it but `wait`.
 
     numbers f64 [draws, 2 to 4]: token id, log-prob and, if a draw asks for it, the log-prob before temperature and
     filters, and the rank. best: the alternatives' ids and log-probs of a draw that asks for them.
@@ -200,10 +200,12 @@ class ModelRunner:
         return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
 
     def free_kv_cache(self) -> None:
+        """Give the KV cache's memory back."""
         self.kv_caches = []
         self.release()
 
     def take_kv_cache(self) -> None:
+        """Allocate the KV cache anew, empty."""
         self.kv_caches = self.new_kv_caches(self.model, self.num_blocks)
 
     def release(self) -> None:

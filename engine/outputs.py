@@ -1,3 +1,5 @@
+"""What a request returns: token ids, log-probs, finish reasons and the spans of weight versions."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

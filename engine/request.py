@@ -12,6 +12,8 @@ from .sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass
 class SampledToken:
+    """A token with its log-prob, and what more of its distribution was asked for."""
+
     token_id: int
     logprob: float
     raw_logprob: float | None = None
@@ -42,6 +44,7 @@ class Sample(Sequence):
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
 
     def append(self, token: SampledToken, version: int, stale_kv: bool = False) -> None:
+        """Add a token, sampled under a weight version."""
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
         self.versions.append((version, stale_kv))
@@ -52,7 +55,7 @@ class Sample(Sequence):
         return len(self.sampled) > self.reported or (self.finish_reason is not None and not self.reported_end)
 
     def spans(self, start: int = 0) -> list[VersionSpan]:
-        """Of the tokens from `start` on."""
+        """The spans of weight versions of the tokens from `start` on."""
         kinds, end = self.versions, len(self.versions)
         starts = [i for i in range(start, end) if i == start or kinds[i] != kinds[i - 1]]
         return [VersionSpan(kinds[a][0], a, b, kinds[a][1]) for a, b in zip(starts, [*starts[1:], end])]  # noqa: B905
@@ -60,6 +63,8 @@ class Sample(Sequence):
 
 @dataclass
 class Request:
+    """A prompt and its `params.n` samples."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -73,6 +78,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """True once every sample has ended."""
         return all(s.finish_reason is not None for s in self.samples)
 
     def finish(self, reason: str, detail: str | None = None) -> list[Sample]:
@@ -90,6 +96,7 @@ class Request:
 
     @property
     def partly_scored(self) -> bool:
+        """True while log-probs of the prompt are asked for and some are still to come."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_scores) < len(self.prompt_token_ids) - 1
 

@@ -1,3 +1,5 @@
+"""How a prompt is sampled."""
+
 from __future__ import annotations
 
 import math
@@ -26,7 +28,7 @@ def _number(name: str, value, low: float, high: float, open_low: bool = False) -
 
 
 class RequestOutputKind(Enum):
-    """What `LLM.step` reports of a request: all of it so far each time, only what is new, or nothing before its end."""
+    """The reports of a request by `LLM.step`: all of it so far each time, only what is new, or only its end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -35,7 +37,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is sampled; the names are vLLM's.
+    """The sampling parameters of one prompt; the names are vLLM's.
 
     The distribution is softmax(logits / temperature), masked by top_k, top_p and min_p in this order, renormalised;
     log-probs are of exactly this distribution. temperature=0 is greedy: filters are off and log-probs are those of
@@ -115,4 +117,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True if the most likely token is taken."""
         return self.temperature == 0

@@ -55,6 +55,7 @@ class Client:
             self.contract.check(contract)
 
     def get(self, path: str) -> Any:
+        """The decoded reply to a GET. Raises ServerError where the server refuses."""
         return self._checked(self._http.get(path))
 
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
@@ -72,6 +73,7 @@ class Client:
 
     @property
     def weight_version(self) -> int | str:
+        """The version in force at the server; an int where its label is one."""
         return _version(self.get("/weight_info")["weight_version"])
 
     def generate(
@@ -79,7 +81,7 @@ class Client:
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """As `LLM.generate`, for a list of strings or a list of token-id lists."""
+        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists."""
         if not prompts:
             return []
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -117,7 +119,7 @@ class Client:
         return self.send_weights(specs_of(source), full_tensors(source), version, address)
 
     def load_weights(self, folder: str | os.PathLike, version: int | str | None = None) -> int | str:
-        """As `update_weights`, from a checkpoint directory that the server sees under the same absolute path."""
+        """Update as `update_weights` does, from a checkpoint directory that the server sees under the same path."""
         body = {"model_path": os.path.abspath(folder), "weight_version": None if version is None else str(version)}
         self.post("/update_weights_from_disk", body)
         return self.weight_version
@@ -129,7 +131,7 @@ class Client:
         version: int | str | None = None,
         address: str | None = None,
     ) -> int | str:
-        """As `update_weights`, for tensors that are made one after another."""
+        """Update as `update_weights` does, for tensors that are made one after another."""
         if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in self._groups():
             self._group = self._join(address or self._own_address())
         body = {
@@ -164,6 +166,7 @@ class Client:
         return group
 
     def close(self) -> None:
+        """Leave the process group and close the connections."""
         if self._group is not None:
             self._group.close()
         self._http.close()

@@ -1,3 +1,5 @@
+"""An engine behind HTTP, as a training loop sees it."""
+
 from __future__ import annotations
 
 import os
@@ -16,7 +18,7 @@ from .client import Client
 
 
 class RemoteEngine:
-    """What a `Trainer` asks of its `LLM`, from a `samebits serve` elsewhere: Trainer(config, task, RemoteEngine(...)).
+    """The engine of a `Trainer` in a `samebits serve` elsewhere: Trainer(config, task, RemoteEngine(...)).
 
     Every FSDP rank makes one, of the same server. Rank 0 sends the weights, the others take part in gathering them.
     model: the checkpoint, for its tokenizer. folder: where weights go on their way, in a file system that the server
@@ -33,27 +35,33 @@ class RemoteEngine:
         self._count = 0
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams) -> str:
+        """Queue a prompt for the next `step`, and return the request's id."""
         self._count += 1
         request_id = f"request-{self._count}"
         self._queue[request_id] = self._ids(prompt), sampling_params
         return request_id
 
     def step(self) -> list[RequestOutput]:
+        """Generate all that is queued, in one request to the server, and return the outputs."""
         queue, self._queue = self._queue, {}
         outputs = self.generate([p for p, _ in queue.values()], [s for _, s in queue.values()])
         return [replace(output, request_id=name) for name, output in zip(queue, outputs, strict=True)]
 
     def abort(self, request_id: str) -> bool:
+        """Drop a queued request. False if it isn't queued."""
         return self._queue.pop(request_id, None) is not None
 
     def generate(self, prompts, sampling_params, use_tqdm: bool = False) -> list[RequestOutput]:
+        """Return the outputs of prompts, as `LLM.generate` does."""
         return self.client.generate([self._ids(p) for p in prompts], sampling_params)
 
     def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation by the model's chat template."""
         text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def update_weights(self, source: PreTrainedModel, version: int | None = None) -> int:
+        """Send a module's weights from rank 0 and return the version now in force, on all ranks."""
         if self.contract is not None:
             check_contract(source, self.contract)
         if self.folder is not None:
@@ -82,6 +90,7 @@ class RemoteEngine:
         return freed
 
     def wake_up(self) -> None:
+        """Wake the server from its sleep; rank 0 asks."""
         with together():
             if dist.get_rank() == 0:
                 self.client.post("/wake_up")

@@ -40,6 +40,7 @@ class Contract:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device, linear_route: str = "fma") -> Contract:
+        """The contract of this machine for a model of `dtype` on `device`."""
         import transformers
 
         trees = ops.backend(device).trees(device)
@@ -57,11 +58,12 @@ class Contract:
 
     @property
     def hash(self) -> str:
+        """The first 16 hex digits of the fields' SHA-256."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check(self, other: Contract | str) -> None:
-        """Raises NumericsError, naming the fields that differ, unless `other` (or its hash) is the same contract."""
+        """Raise NumericsError, naming the fields that differ, unless `other` (or its hash) is the same contract."""
         if isinstance(other, str):
             if other != self.hash:
                 raise NumericsError(f"numerics contracts differ: {self.hash} here, {other} there")
@@ -99,7 +101,7 @@ def _row_stable(run, x: torch.Tensor) -> bool:
 
 
 def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") -> None:
-    """Checks on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
+    """Check on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """

@@ -67,7 +67,10 @@ class PackedWeight:
 
     @classmethod
     def pack(cls, weight: Tensor, reuse: PackedWeight | None = None) -> PackedWeight:
-        """reuse: a packed weight of the same shape and dtype that nobody needs any more; its memory is taken."""
+        """The weight, packed.
+
+        reuse: a packed weight of the same shape and dtype that nobody needs any more; its memory is taken.
+        """
         panels = None if reuse is None else reuse.panels
         return cls(backend(weight.device).pack(weight.detach(), panels), weight.shape[0])
 
@@ -210,7 +213,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass
 class PagedLayout:
-    """Which sequence and position each token of a packed batch has, and where its KV lives.
+    """The sequence and position of each token of a packed batch, and where its KV lives.
 
     lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slots int32 [T] (page * BLOCK +
     offset, where each token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the
@@ -237,17 +240,17 @@ class PagedLayout:
 
     @property
     def longest(self) -> int:
-        """All positions are below it."""
+        """The largest position + 1."""
         return int(self.positions.max(initial=-1)) + 1
 
     @classmethod
     def packed(
         cls, lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None
     ) -> PagedLayout:
-        """Whole sequences, each from position 0, in pages of their own.
+        """The layout of whole sequences, each from position 0, in pages of its own.
 
-        shared: how many first tokens of each sequence, whole pages of them, are those of the sequence before it. Their
-        KV is there already: they are neither in lengths nor in the batch. There is no backward then.
+        shared: the number of first tokens of each sequence, whole pages of them, that are those of the sequence before
+        it. Their KV is there already: they are neither in lengths nor in the batch. There is no backward then.
         """
         kernels = backend(device)
         shared = shared or [0] * len(lengths)
@@ -270,8 +273,10 @@ class PagedLayout:
 
 
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
-    """Writes k, v [T, kv_heads, D] to the cache, attends with q [T, heads, D]. Returns out, in fp32 or q's dtype as
-    the backend has it, and the log-sum-exp, fp32 [T, heads]."""
+    """Write k, v [T, kv_heads, D] to the cache, and attend with q [T, heads, D].
+
+    Returns out, in fp32 or q's dtype as the backend has it, and the log-sum-exp, fp32 [T, heads].
+    """
     kernels = backend(q.device)
     kernels.write_kv(k.detach(), v.detach(), layout, *cache)
     return kernels.attention(q.detach(), *cache, layout, scale, window)
@@ -311,7 +316,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float
 
 @dataclass
 class RowParams:
-    """Sampling parameters, one entry a row; `banned` token ids have probability 0. See `kernels/cpu/sampling.py`."""
+    """Sampling parameters, one entry per row; `banned` token ids have probability 0. See `kernels/cpu/sampling.py`."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -321,6 +326,7 @@ class RowParams:
 
     @classmethod
     def repeat(cls, rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowParams:
+        """The parameters of `rows` rows that are all sampled alike."""
         return cls(
             np.full(rows, temperature, np.float64),
             np.full(rows, top_k, np.int64),
@@ -336,7 +342,7 @@ class RowParams:
 
 
 class Scores(NamedTuple):
-    """What a token and its distribution are like, f64 [R] each, in nats. argmax: the most likely token's id.
+    """A token's log-prob and its distribution's statistics, f64 [R] each, in nats. argmax: the most likely token's id.
 
     All are NaN where a row's logits aren't finite.
     """

@@ -1,4 +1,4 @@
-"""From a name to a local directory of safetensors: a path, the packaged SmolLM2, or a hub id."""
+"""The way from a name to a local directory of safetensors: a path, the packaged SmolLM2, or a hub id."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class CheckpointError(ValueError):
 
 
 def cache_dir() -> pathlib.Path:
+    """The folder in which samebits keeps what it downloads or compiles."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "samebits"
 
 
@@ -99,11 +100,13 @@ class StoredWeights:
 
     @classmethod
     def at(cls, path: pathlib.Path) -> StoredWeights:
+        """The checkpoint in a folder, with its files' sizes and times as they are now."""
         stats = ((file.name, file.stat()) for file in sorted(path.glob("*.safetensors")))
         return cls(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
     @property
     def unchanged(self) -> bool:
+        """True if no file has changed since."""
         return StoredWeights.at(self.path) == self
 
 

@@ -32,6 +32,7 @@ class ExactLinear(nn.Linear):
     shared: SharedInput | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias in x's dtype."""
         if self.shared is not None:
             return self.shared.product(self, x)
         return ops.linear(x, self.packed or self.weight, self.bias, self.route)
@@ -48,6 +49,7 @@ class SharedInput:
             module.shared = self
 
     def product(self, module: ExactLinear, x: Tensor) -> Tensor:
+        """Return one module's product; the first one asked for computes those of all."""
         if x is not self.input or module not in self.results:
             weights = [m.packed for m in self.modules if m.packed is not None]
             self.results = dict(zip(self.modules, ops.linears(x, weights, [m.bias for m in self.modules]), strict=True))
@@ -74,6 +76,7 @@ class LMHead(ExactLinear):
     request: LogprobRequest | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return fp32 logits, or, where targets are requested, their [1, T, 3] log-prob, entropy and most likely id."""
         if self.request is None:
             return ops.linear(x, self.packed or self.weight, self.bias, self.route, torch.float32)
         r = self.request
@@ -85,29 +88,38 @@ class LMHead(ExactLinear):
 
 
 class ExactRMSNorm(nn.Module):
+    """RMSNorm by the exact op; see `ops.rms_norm`."""
+
     weight: nn.Parameter
     variance_epsilon: float
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed rows in x's dtype."""
         return ops.rms_norm(x, self.weight, self.variance_epsilon)
 
 
 class ExactMLP(nn.Module):
+    """A gated MLP whose activation is the exact op; see `ops.gated_activation`."""
+
     activation: str
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return down(activation(gate(x)) * up(x))."""
         return self.down_proj(ops.gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
 class ExactRotary(nn.Module):
+    """Rotary tables by the exact op; see `ops.rotary_tables`."""
+
     inv_freq: Tensor
     attention_scaling: float
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin in x's dtype. Raises TypeError if `inv_freq` is no longer fp32."""
         if self.inv_freq.dtype != torch.float32:
             raise TypeError(f"inv_freq was cast to {self.inv_freq.dtype}; load with dtype=... instead of model.to(...)")
         cos, sin = ops.rotary_tables(position_ids, self.inv_freq, float(self.attention_scaling))
@@ -209,6 +221,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def load_config(path: os.PathLike):
+    """The checkpoint's HuggingFace config. Raises UnsupportedModelError where transformers has none for it."""
     try:
         return AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as error:

@@ -69,9 +69,11 @@ def stage_model(
     linear_route: str = "fma",
     exact: bool = True,
 ) -> PreTrainedModel:
-    """As `exact_model`, for layers [from, to) alone: the embedding comes with the first, norm and lm_head with the
-    last. Only its own tensors are read; layers count from 0 in it. Call its base model with `inputs_embeds`, the
-    hidden states of the stage before, where there is one."""
+    """The same as `exact_model`, for layers [from, to) alone, which count from 0 in it.
+
+    The embedding comes with the first layer, norm and lm_head with the last. Only its own tensors are read. Call its
+    base model with `inputs_embeds`, the hidden states of the stage before, where there is one.
+    """
     device = torch.device(device)
     dtype = parse_dtype(dtype, device)
     path = resolve(name)

@@ -1,3 +1,5 @@
+"""The KV cache's blocks: which are free, which hold a known prefix, and which sequence has which."""
+
 from __future__ import annotations
 
 import hashlib

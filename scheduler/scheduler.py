@@ -1,3 +1,5 @@
+"""The scheduler: admission, chunks, preemption, and what has become of each step's sequences."""
+
 from __future__ import annotations
 
 from bisect import insort

@@ -1,10 +1,12 @@
+"""A sequence: its tokens, its blocks and the counters that say how much of it is computed."""
+
 from __future__ import annotations
 
 from enum import Enum, auto
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands: in a queue of the scheduler, or done."""
+    """The place where a sequence stands: in a queue of the scheduler, or done."""
 
     WAITING = auto()
     RUNNING = auto()

@@ -35,6 +35,7 @@ open_router = APIRouter(tags=["samebits"])
 
 @open_router.get("/", include_in_schema=False)
 async def page() -> Response:
+    """The status page."""
     return FileResponse(PAGE, media_type="text/html")
 
 
@@ -52,6 +53,7 @@ async def health(http: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
+    """Counters and gauges in Prometheus' text format."""
     return Response(http.app.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -36,7 +36,7 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What every dialect's request becomes: one prompt (text or token ids), sampled `params.n` times."""
+    """The request that every dialect's becomes: one prompt (text or token ids), sampled `params.n` times."""
 
     prompt: str | list[int]
     params: SamplingParams
@@ -54,6 +54,7 @@ class Generation:
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def admit(self, requests: list[Request]) -> None:
+        """Take note of the requests that the engine thread made of this."""
         self.requests = requests
         self.index = {r.request_id: i for i, r in enumerate(requests)}
         self.unfinished = set(self.index)
@@ -111,13 +112,16 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
+        """True while the engine thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
+        """Start the engine thread; results go to the running event loop."""
         self.loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
+        """End the engine thread; wait for it for at most ten seconds."""
         self._stopping = True
         self._command(lambda: None)
         await asyncio.to_thread(self._thread.join, 10)
@@ -276,6 +280,7 @@ class AsyncEngine:
         generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))
 
     def forget(self, generation: Generation) -> None:
+        """Abort what is unfinished of a generation that nobody waits for."""
         ids = list(generation.unfinished)
         if ids:
             self._command(lambda: self._abort(ids))
@@ -312,6 +317,7 @@ class AsyncEngine:
             await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
 
     async def resume(self) -> None:
+        """Take and run requests again after a pause."""
         self.pause_mode = None
         self.refusal = "the server is shutting down" if self.draining else None
         self.paused.clear()

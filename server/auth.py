@@ -20,10 +20,12 @@ class Guard:
         self.api_key, self.admin_key = api_key, admin_key
 
     def check_api(self, request: Request) -> None:
+        """Raise a 401 unless the request has the API key or the admin key."""
         if self.api_key is not None and not self._has(request, self.api_key, self.admin_key):
             raise _unauthorized("this server needs its API key as 'Authorization: Bearer KEY'")
 
     def check_control(self, request: Request) -> None:
+        """Raise a 401 without the admin key; where there is none, a 403 unless the request is this machine's."""
         if self.admin_key is not None:
             if not self._has(request, self.admin_key):
                 raise _unauthorized("control routes need the admin key as 'Authorization: Bearer KEY'")

@@ -19,14 +19,20 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class AbortRequestsBody(Body):
+    """The requests to abort; none named: all."""
+
     request_ids: list[str] = Field(default_factory=list)
 
 
 class InitTransferBody(Body):
+    """The description of a trainer's process group."""
+
     init_info: InitGroupBody
 
 
 class UpdateInfo(Body):
+    """The tensors that a broadcast brings, in order."""
+
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
@@ -35,21 +41,29 @@ class UpdateInfo(Body):
 
 
 class UpdateBody(Body):
+    """An update by broadcast or from a directory."""
+
     update_info: UpdateInfo | None = None
     weight_dir: str | None = None
     weight_version: str | int | None = None
 
 
 class FinishBody(Body):
+    """The label of the version that an update makes."""
+
     weight_version: str | int | None = None
 
 
 class VersionBody(Body):
+    """A new label for the version in force."""
+
     new_version: str
     abort_all_requests: bool = False
 
 
 class CheckerBody(Body):
+    """An action of the weight checker, and the checksums to compare with."""
+
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] = Field(default_factory=dict)
 
@@ -70,6 +84,7 @@ async def pause(http: Request, mode: PauseMode = "abort", clear_cache: bool = Tr
 
 @control.post("/resume")
 async def resume(http: Request):
+    """Resume generation after a pause. 409 in the middle of a weight update."""
     server = service(http)
     server.updates.check_resumable()
     await server.engine.resume()
@@ -78,6 +93,7 @@ async def resume(http: Request):
 
 @router.get("/is_paused")
 async def is_paused(http: Request):
+    """Say whether generation is paused."""
     return reply({"is_paused": service(http).engine.paused.is_set()})
 
 
@@ -91,6 +107,7 @@ async def abort_requests(http: Request, body: AbortRequestsBody | None = None):
 
 @control.post("/reset_prefix_cache")
 async def reset_prefix_cache(http: Request, reset_running_requests: bool = False):
+    """Forget all cached prefixes; on request, of running requests, too."""
     await service(http).engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
     return reply({"success": True})
 
@@ -115,6 +132,7 @@ async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
 
 @control.post("/shutdown_weight_transfer_engine")
 async def shutdown_weight_transfer_engine(http: Request):
+    """Leave the process group of the weight transfer."""
     await service(http).updates.leave(DEFAULT_GROUP_NAME)
     return done("left the weight group")
 
@@ -141,6 +159,7 @@ async def update_weights(body: UpdateBody, http: Request):
 
 @control.post("/finish_weight_update")
 async def finish_weight_update(http: Request, body: FinishBody | None = None):
+    """Put the weights of the update that was begun into force."""
     server = service(http)
     await server.updates.finish(_label((body or FinishBody()).weight_version))
     return done(f"version {server.updates.label!r} is in force", weight_version=server.updates.label)
@@ -158,6 +177,7 @@ async def update_weight_version(body: VersionBody, http: Request):
 
 @router.get("/weight_info")
 async def weight_info(http: Request):
+    """The weight version's label, the number of updates, and the groups that could receive weights."""
     server = service(http)
     groups = [name for name in server.updates.groups if server.llm.worker_engine.workers.has_weight_group(name)]
     return reply({
@@ -211,6 +231,7 @@ async def wake_up(http: Request, tags: Annotated[list[str] | None, Query()] = No
 
 @router.get("/is_sleeping")
 async def is_sleeping(http: Request):
+    """Say whether weights or KV cache are released."""
     server = service(http)
     return reply({"is_sleeping": not server.llm.ready})
 

@@ -23,6 +23,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Metric]:
+        """The gauges and counters as of now."""
         if self.service is None:
             return
         load, engine = self.service.load(), self.service.engine
@@ -52,4 +53,5 @@ class Metrics:
         yield InfoMetricFamily("samebits_weights", "The weights in force, by the client's name", labels)
 
     def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

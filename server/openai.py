@@ -31,6 +31,8 @@ router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
 
 
 class StreamOptions(Body):
+    """OpenAI's options of a stream."""
+
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
@@ -59,6 +61,8 @@ class _Common(Sampling):
 
 
 class CompletionRequest(_Common):
+    """The body of `/v1/completions`."""
+
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     add_special_tokens: bool = True
@@ -66,6 +70,8 @@ class CompletionRequest(_Common):
 
 
 class ChatRequest(_Common):
+    """The body of `/v1/chat/completions`."""
+
     messages: list[dict[str, Any]]
     input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
     max_completion_tokens: int | None = None
@@ -81,6 +87,8 @@ class ChatRequest(_Common):
 
 
 class TokensSampling(Sampling):
+    """The sampling parameters of `/inference/v1/generate`."""
+
     max_tokens: int | None = 16
     min_tokens: int | None = None
     seed: int | None = None
@@ -92,6 +100,8 @@ class TokensSampling(Sampling):
 
 
 class TokensRequest(Body):
+    """The body of `/inference/v1/generate`: token ids in, token ids out."""
+
     token_ids: list[int]
     sampling_params: TokensSampling = TokensSampling()
     model: str | None = None
@@ -103,6 +113,8 @@ class TokensRequest(Body):
 
 
 class TokenizeRequest(Body):
+    """The body of `/tokenize`: a prompt or a conversation."""
+
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     model: str | None = None
@@ -112,6 +124,8 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
     tokens: list[int]
     model: str | None = None
 
@@ -373,6 +387,7 @@ def _token_entries(c: Completion) -> Iterable[dict]:
 
 @router.get("/v1/models")
 async def models(http: Request):
+    """The one model that is served, with its length limit and its contract's hash."""
     server = service(http)
     card = {
         "id": server.model_name,

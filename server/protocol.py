@@ -62,6 +62,7 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def check_extra(self) -> Self:
+        """Refuse what is known but not supported; log other unknown fields once."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value is not None and value not in UNSUPPORTED[name]:
@@ -87,25 +88,29 @@ class Sampling(Body):
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
     def params(self, **more) -> SamplingParams:
-        """With these and `more`. ValueError or TypeError where a value is out of range."""
+        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range."""
         names = Sampling.model_fields.keys() - {"spaces_between_special_tokens"}
         fields = {name: getattr(self, name) for name in names} | more
         return SamplingParams(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
 
 
 def output_kind(stream: bool | None) -> RequestOutputKind:
+    """The kind of output that a request asks of the engine: deltas if it streams, else the end alone."""
     return RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
 
 
 def new_id(given: str | None) -> str:
+    """The given id, or a random one."""
     return given or uuid.uuid4().hex
 
 
 def finite(logprob: float) -> float:
+    """The log-prob, or the lowest finite fp32: JSON has no infinity."""
     return max(logprob, LOWEST)
 
 
 def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:
+    """A completion's spans of weight versions as JSON, by their labels."""
     return [
         {"version": label_of(s.version), "start": s.start, "end": s.end, **({"stale_kv": True} if s.stale_kv else {})}
         for s in completion.weight_versions
@@ -122,6 +127,7 @@ class FastRoute(APIRoute):
     """Reads JSON with orjson."""
 
     def get_route_handler(self):
+        """Return FastAPI's handler on requests that orjson decodes."""
         handle = super().get_route_handler()
 
         async def run(request: Request) -> Response:
@@ -136,6 +142,7 @@ class _OrjsonRequest(Request):
 
 
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response."""
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
@@ -152,6 +159,7 @@ class ClientGoneError(Exception):
 
 
 def check_finished(outputs: Iterable[RequestOutput]) -> None:
+    """Raise GenerationError if any completion ended with an error."""
     for output in outputs:
         for c in output.completions:
             if c.finish_reason == "error":

@@ -34,29 +34,35 @@ class Service:
 
     @property
     def llm(self) -> LLM:
+        """The engine thread's LLM."""
         return self.engine.llm
 
     @property
     def contract_hash(self) -> str | None:
+        """The numerics contract's hash; None without the exact ops."""
         return self.llm.contract.hash if self.llm.contract else None
 
     @property
     def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: the contract's hash."""
         return f"samebits-{self.contract_hash or 'inexact'}"
 
     def token(self, token_id: int) -> str:
+        """The text of one token."""
         return self.engine.tokenization.token(token_id)
 
     def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless the name is the served model's."""
         if name is not None and name not in (self.model_name, "default"):
             raise ModelNotFoundError(f"the model {name!r} is not served here; this is {self.model_name!r}")
 
     def load(self) -> dict[str, int]:
-        """What runs and waits, and what it holds."""
+        """The numbers of what runs and waits, and of what it holds."""
         stats = self.llm.stats()
         waiting = max(0, self.engine.num_sequences - stats.num_running)  # also what the engine hasn't seen yet
         return {**asdict(stats), "num_waiting": waiting}
 
 
 def service(request: Request) -> Service:
+    """The service of the application that got the request."""
     return request.app.state.service

@@ -31,12 +31,15 @@ router = APIRouter(route_class=FastRoute, tags=["SGLang"])
 
 
 class SGLangSampling(Sampling):
+    """SGLang's sampling parameters."""
+
     max_new_tokens: int | None = 128
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     no_stop_trim: bool | None = None
 
     def all_params(self, **more) -> SamplingParams:
+        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range."""
         if self.top_k is not None and self.top_k >= 2**30:  # its "whole vocabulary"
             self.top_k = -1
         return self.params(
@@ -49,6 +52,8 @@ class SGLangSampling(Sampling):
 
 
 class GenerateBody(Body):
+    """The body of `/generate`."""
+
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: SGLangSampling | list[SGLangSampling] | None = None
@@ -228,6 +233,7 @@ async def health_generate(http: Request):
 @router.get("/get_model_info")
 @router.get("/model_info")
 async def model_info(http: Request):
+    """The model's path, its type, weight version and contract."""
     server = service(http)
     path = str(server.llm.path)
     return reply({

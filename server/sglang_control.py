@@ -15,11 +15,15 @@ control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 
 class AbortBody(Body):
+    """The request to abort, or all."""
+
     rid: str | None = None
     abort_all: bool = False
 
 
 class PauseBody(Body):
+    """A pause, and what it does with running requests."""
+
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
@@ -34,11 +38,15 @@ class _UpdateBody(Body):
 
 
 class FromDiskBody(_UpdateBody):
+    """A checkpoint directory to load."""
+
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
 
 
 class InitGroupBody(Body):
+    """A trainer's process group and this server's place in it."""
+
     master_address: str
     master_port: int | str
     rank_offset: int
@@ -48,10 +56,14 @@ class InitGroupBody(Body):
 
 
 class GroupBody(Body):
+    """The name of a process group."""
+
     group_name: str = DEFAULT_GROUP_NAME
 
 
 class FromDistributedBody(_UpdateBody):
+    """The tensors that a broadcast brings, in order."""
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -64,18 +76,24 @@ class FromDistributedBody(_UpdateBody):
 
 
 class SelectorBody(Body):
+    """The models to update: all, as there is one."""
+
     selector: Literal["all"] | None = "all"
 
 
 class MemoryBody(Body):
+    """The kinds of memory to release or to take back."""
+
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
     @property
     def ours(self) -> list[str]:
+        """Those of the kinds that there are here."""
         return ["weights", "kv_cache"] if self.tags is None else [t for t in self.tags if t != "cuda_graph"]
 
 
 def done(message: str, **more) -> Any:
+    """Return a reply of success in SGLang's form."""
     return reply({"success": True, "message": message, "status": "ok", **more})
 
 
@@ -93,6 +111,7 @@ async def flush_cache(http: Request):
 
 @control.post("/abort_request")
 async def abort_request(http: Request, body: AbortBody | None = None):
+    """Abort one request or all."""
     body = body or AbortBody()
     if not body.abort_all and not body.rid:
         raise ValueError("give rid, or abort_all=true")
@@ -110,6 +129,7 @@ async def pause_generation(http: Request, body: PauseBody | None = None):
 
 @control.post("/continue_generation")
 async def continue_generation(http: Request, body: Body | None = None):
+    """Resume generation after a pause. 409 in the middle of a weight update."""
     server = service(http)
     server.updates.check_resumable()
     await server.engine.resume()
@@ -139,6 +159,7 @@ async def init_weights_update_group(body: InitGroupBody, http: Request):
 
 @control.post("/destroy_weights_update_group")
 async def destroy_weights_update_group(http: Request, body: GroupBody | None = None):
+    """Leave a trainer's process group."""
     name = (body or GroupBody()).group_name
     left = await service(http).updates.leave(name)
     return done(f"left weight group {name!r}" if left else f"there was no weight group {name!r}")
@@ -163,6 +184,7 @@ async def begin_weight_update(http: Request, body: SelectorBody | None = None):
 
 @control.post("/end_weight_update")
 async def end_weight_update(http: Request, body: SelectorBody | None = None):
+    """Put the weights of the update that was begun into force."""
     server = service(http)
     await server.updates.finish()
     return done(f"version {server.updates.label!r} is in force")

@@ -24,11 +24,13 @@ class Tokenization:
         self.token = functools.lru_cache(maxsize=2**16)(self._token)
 
     async def in_thread(self, function: Callable[..., T], *args, **kwargs) -> T:
+        """Call a function in the tokenizer's thread and return its result."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     @functools.cached_property
     def longest_token(self) -> int:
+        """The characters of the vocabulary's longest token."""
         return max((len(token) for token in self.need("text").get_vocab()), default=1)
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
@@ -42,12 +44,15 @@ class Tokenization:
         return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
 
     def need(self, what: str) -> Any:
+        """The tokenizer. Raises ValueError, naming what needs it, where there is none."""
         return self.processor.need_tokenizer(what)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
         return self.need("text").encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises ValueError for ids out of range."""
         for token in token_ids:
             if not 0 <= token < self.processor.vocab_size:
                 raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")

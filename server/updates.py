@@ -59,12 +59,15 @@ class WeightUpdates:
 
     @property
     def label(self) -> str:
+        """The label of the version in force."""
         return self.label_of(self.engine.llm.weight_version)
 
     def label_of(self, version: int | None) -> str:
+        """The label of a version; None: of the one in force."""
         return self.labels.of(self.engine.llm.weight_version if version is None else version)
 
     def relabel(self, label: str) -> None:
+        """Give the version in force another label."""
         self.labels.name(self.engine.llm.weight_version, label)
 
     async def begin(self) -> None:
@@ -77,6 +80,7 @@ class WeightUpdates:
         return await self.engine.call(lambda llm: llm.begin_weight_update())
 
     async def finish(self, label: str | None = None) -> None:
+        """Commit the update that was begun. Raises ConflictError where none was."""
         async with self._exclusively():
             if self.pending is None:
                 raise ConflictError("no weight update was begun")

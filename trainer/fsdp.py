@@ -1,3 +1,5 @@
+"""FSDP2 around an exact model."""
+
 from __future__ import annotations
 
 import atexit

@@ -1,3 +1,5 @@
+"""The trainer's log-probs: the engine's, as bits, and differentiable."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

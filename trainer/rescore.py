@@ -1,3 +1,5 @@
+"""Log-probs and gradient sketches of rollouts that another engine made."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -49,16 +49,20 @@ class Round:
 
 @dataclass(frozen=True)
 class VerifyReport:
+    """The rounds of a verification, and where the first difference arose."""
+
     contract_hash: str
     rounds: list[Round] = field(default_factory=list)
     fault: str | None = None  # the first module and op that differ
 
     @property
     def ok(self) -> bool:
+        """True if no token of any round differs."""
         return all(r.differing == 0 for r in self.rounds)
 
     @property
     def tokens(self) -> int:
+        """The number of tokens compared."""
         return sum(r.tokens for r in self.rounds)
 
 

@@ -32,12 +32,12 @@ class Traces:
     groups: Tensor | None = None
 
     def on_policy(self) -> Traces:
-        """With `current` set: to `old` where it was not given."""
+        """The traces with `current` set: to `old` where it was not given."""
         lp = self.logprobs
         return self if lp.current is not None else replace(self, logprobs=replace(lp, current=lp.old))
 
     def units(self) -> tuple[Tensor, Tensor]:
-        """What is resampled: (names int64 [units], int64 [sequences] the unit of each)."""
+        """The units that are resampled: (names int64 [units], int64 [sequences] the unit of each)."""
         names = torch.arange(self.logprobs.num_sequences) if self.groups is None else self.groups
         return torch.unique(names, return_inverse=True)
 
@@ -67,7 +67,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What one candidate does to an update.
+    """The effects of one candidate on an update.
 
     metrics: see `summarize`. accepted_by_length: share of sequences kept by decile of their length; accepted_by_group:
     quantiles 0, 0.1 ... 1 over groups of the share of a group's sequences kept; groups_without_positives: share of the

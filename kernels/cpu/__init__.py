@@ -28,11 +28,11 @@ LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
 
 
 def check(device: torch.device) -> None:
-    """Any CPU will do."""
+    """Accept the device: any CPU will do."""
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """What of the numerics contract these kernels decide."""
+    """The fields of the numerics contract that these kernels decide."""
     return {
         "linear": "bias, then fp32 fma over ascending K",
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
@@ -44,7 +44,7 @@ def trees(device: torch.device) -> dict[str, str]:
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles every forward kernel for a storage dtype, or loads it from the cache; a bar shows when that is long."""
+    """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long."""
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype)
     layout = SimpleNamespace(slots=zeros, items=work_items([1], 1), positions=zeros, tables=zeros, table_starts=zeros)

@@ -139,13 +139,13 @@ def new_kv_cache(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] in the cache's dtype."""
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
     keys, values, *caches = map(own_storage, (k.contiguous(), v.contiguous(), k_cache, v_cache))
     _write_kv(keys, values, layout.slots, *caches)
 
 
 def work_items(lengths, group: int) -> np.ndarray:
-    """[n, 3] int32 rows (first token, tokens, sequence): runs of query tokens that share a pass over the keys."""
+    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys."""
     step = max(1, QUERY_ROWS // group)
     rows, first = [], 0
     for sequence, length in enumerate(lengths):
@@ -155,7 +155,7 @@ def work_items(lengths, group: int) -> np.ndarray:
 
 
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
-    """q [T, heads, head_dim] -> out [T, heads, head_dim] fp32, log-sum-exp [T, heads] fp32.
+    """Attention of q [T, heads, head_dim] over the cache: out fp32, of q's shape, and log-sum-exp fp32 [T, heads].
 
     window: keys a row sees, itself included; 0 is all.
     """

@@ -46,7 +46,7 @@ def storage(tensor: torch.Tensor) -> np.ndarray:
 
 
 def own_storage(tensor: torch.Tensor) -> np.ndarray:
-    """As `storage`, in a third of the time, for a tensor that nobody resizes."""
+    """The same as `storage`, in a third of the time, for a tensor that nobody resizes."""
     bits = _BITS.get(tensor.dtype)
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
@@ -62,7 +62,7 @@ def parallel(function):
 
 
 def elementwise(function):
-    """As `parallel`, but on one thread where the first array is small: waking another costs more than it helps."""
+    """Compile as `parallel` does, but run on one thread where the first array is small: waking others costs more."""
     return _kernel(function, 1 << 16)
 
 

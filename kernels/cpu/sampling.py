@@ -1,4 +1,4 @@
-"""From a row of logits to the distribution sampled from, a draw, and its log-probability.
+"""The way from a row of logits to the distribution sampled from, a draw, and its log-probability.
 
 Rollout and trainer call the same kernel on the same logits, so they agree on every filter's edge. Each filter keeps
 the tokens whose tempered logit reaches a threshold; ties at the edge stay in. Thresholds are found by bisection over

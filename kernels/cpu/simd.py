@@ -54,6 +54,8 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def float_bits(typingctx, x):
+    """The bits of an f32 as an i32."""
+
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], _I32)
 
@@ -62,6 +64,8 @@ def float_bits(typingctx, x):
 
 @intrinsic
 def bits_float(typingctx, x):
+    """The f32 of the bits in an i32."""
+
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], _F32)
 

@@ -1,6 +1,6 @@
 """The Triton backend behind `samebits.kernels.ops`: NVIDIA GPUs, bf16, fp16 or fp32 (IEEE) storage.
 
-Nothing here waits for the GPU. Kernels are compiled at their first use, once a machine.
+Nothing here waits for the GPU. Kernels are compiled at their first use, once per machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part
 
 
 def check(device: torch.device) -> None:
-    """RuntimeError with what is missing, unless kernels can run on the device."""
+    """Raise a RuntimeError with what is missing, unless kernels can run on the device."""
     if INTERPRETED:
         return
     if not torch.cuda.is_available():
@@ -47,7 +47,7 @@ def check(device: torch.device) -> None:
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """What of the numerics contract these kernels decide."""
+    """The fields of the numerics contract that these kernels decide."""
     gpu = "interpreter" if INTERPRETED else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return {
         "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), "
@@ -62,10 +62,11 @@ def trees(device: torch.device) -> dict[str, str]:
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:
-    """Kernels are compiled when they are first needed, for the shapes of the model."""
+    """Do nothing: kernels are compiled when they are first needed, for the shapes of the model."""
 
 
 def storage(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as the kernels read it: itself."""
     return weight
 
 
@@ -75,6 +76,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def packed_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The given rows of a packed weight, [rows, depth]."""
     return weight[rows]
 
 
@@ -109,12 +111,12 @@ def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] in the cache's dtype."""
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
     _paged.write_kv(k, v, layout.on(k.device).slots, k_cache, v_cache)
 
 
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
-    """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp [T, heads] fp32."""
+    """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads]."""
     at = layout.on(q.device)
     small = _paged.small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
     where = at.items, at.positions, at.tables, at.table_starts

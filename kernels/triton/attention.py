@@ -173,6 +173,7 @@ def _write_kv(
 
 
 def padded_width(dim: int) -> int:
+    """The width of a block that holds a head: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -193,7 +194,10 @@ def _rows_dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def write_kv(k, v, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] in the cache's dtype; slot = page * BLOCK + offset, int32 [T]; -1: nothing."""
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the cache.
+
+    slots: page * BLOCK + offset, int32 [T]; where it is -1, nothing is written.
+    """
     k, v = _rows_dense(k), _rows_dense(v)
     tokens, kv_heads, dim = k.shape
     launch(
@@ -208,7 +212,7 @@ def tile_tokens(group: int) -> int:
 
 
 def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> np.ndarray:
-    """[n, 3] int32 rows (first token, tokens, sequence): runs of query tokens that share a tile; small ones first.
+    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a tile; small ones first.
 
     most: tokens of a run; None fits them to the tiles.
     """
@@ -238,7 +242,7 @@ def attention(
     items: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, table_starts: torch.Tensor,
     scale: float, window: int, small: int, small_tokens: int, longest: int, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q [T, heads, head_dim] -> out in q's dtype, log-sum-exp fp32 [T, heads].
+    """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads].
 
     items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; page j of sequence i
     is tables[table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest: positions are below it.

@@ -154,7 +154,10 @@ def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: fl
 
 @cache
 def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: int, windowed: bool) -> bool:
-    """Does it take such heads, repeat its bits and agree with our kernels? Tried once, on random sequences."""
+    """True if the library takes such heads, repeats its bits and agrees with our kernels.
+
+    Tried once, on random sequences.
+    """
     lengths, heads, window, scale = [700, 1, 333], 2 * group, 200 if windowed else 0, dim**-0.5
     tokens, numbers = sum(lengths), torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
@@ -184,7 +187,7 @@ def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: f
     """
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
     served = library_serves(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], window > 0)
-    # In its deterministic mode it has an fp32 gradient of q for each of so many programs.
+    # In its deterministic mode it has an fp32 gradient of q for each of many programs.
     copies = -(-multiprocessors(q.device) // max(1, len(lengths) * q.shape[1]))
     served = served and copies * 4 * q.numel() <= _MOST_BYTES
     return (_library_backward if served else _triton_backward)(q, k, v, out, lse, grad, lengths, scale, window)

@@ -12,7 +12,7 @@ INTERPRETED = knobs.runtime.interpret  # kernels run in Python, on CPU tensors: 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """No fusing of a * b + c: whether the compiler does so may depend on the schedule, and on its version."""
+    """Launch a kernel without fusing a * b + c: whether the compiler fuses may depend on schedule and version."""
     if 0 in grid:
         return
     if INTERPRETED:
@@ -30,16 +30,19 @@ def _properties(device: torch.device) -> Any:
 
 
 def multiprocessors(device: torch.device) -> int:
+    """The number of the device's multiprocessors; 4 in the interpreter."""
     return 4 if INTERPRETED else _properties(device).multi_processor_count
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Bytes of shared memory that one program may have."""
     return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """Contiguous and from an address divisible by 16: on it may depend how many elements a thread loads, and with
-    them the order of a sum within a program."""
+    """The tensor, or a copy, contiguous and from an address divisible by 16.
+
+    How many elements a thread loads may depend on it, and with them the order of a sum within a program.
+    """
     t = t.contiguous()
     return t.clone() if t.data_ptr() % 16 else t

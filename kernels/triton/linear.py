@@ -3,7 +3,7 @@
 The tree, for one output element: K is cut into `chunks(K, N)` chunks; in a chunk, a chain of matrix-unit steps over
 ascending K from zero; the chunks' sums are added ascending in fp32; then the bias. BLOCK_M, BLOCK_N, stages, warps,
 whether chunks are computed by one program or by several, and which unit copies the operands are schedules. No sum
-depends on who arrives first: the last program of a tile to finish adds all of its chunks, in their order.
+depends on which arrives first: the last program of a tile to finish adds all of its chunks, in their order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULL_WIDTH = 4096  # with as many output features, tiles alone fill a GPU
 
 
 def chunks(depth: int, features: int) -> int:
-    """Into how many parts K = `depth` is cut for N = `features`: part of the contract."""
+    """The number of parts that K = `depth` is cut into for N = `features`: part of the contract."""
     return max(1, min(depth // MIN_CHUNK, FULL_WIDTH // features))
 
 
@@ -149,7 +149,7 @@ _scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
 
 def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """Zeroed once; kernels that use it leave counters at zero. None is ever freed: captured graphs know the address."""
+    """A buffer, zeroed once; kernels leave counters at zero. None is ever freed: captured graphs know the address."""
     buffers = _scratch.setdefault((device, dtype), [])
     if not buffers or buffers[-1].numel() < size:
         room = max(size, 2 * buffers[-1].numel() if buffers else 1 << 16)

@@ -1,4 +1,4 @@
-"""From a row of logits to the distribution sampled from, a draw, and its log-probability.
+"""The way from a row of logits to the distribution sampled from, a draw, and its log-probability.
 
 Rollout and trainer call the same kernels on the same logits. Each filter keeps the tokens whose tempered logit reaches
 a threshold; ties at the edge stay in. A row's vocabulary is cut into parts of _PART tokens, a program each; sums are

@@ -14,8 +14,11 @@ TABLES = pathlib.Path(__file__).with_name("schedules.json")
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m x block_n outputs a program; split: the chunks of K by programs of their own; tma: by persistent programs
-    fed by the copy engine (compute capability 9.0 and later), which don't split."""
+    """A tile of block_m x block_n outputs per program.
+
+    split: the chunks of K by programs of their own; tma: by persistent programs fed by the copy engine (compute
+    capability 9.0 and later), which don't split.
+    """
 
     block_m: int
     block_n: int
@@ -32,7 +35,7 @@ def tables() -> dict:
 
 
 def add_table(gpu: str, dtype: str, rows: list[tuple[int, int, Tile]]) -> None:
-    """Keeps a tuned table in the file."""
+    """Keep a tuned table in the file."""
     found = tables()
     found.setdefault(gpu, {})[dtype] = [[m, n, asdict(tile)] for m, n, tile in rows]
     TABLES.write_text(json.dumps(found, indent=1) + "\n")

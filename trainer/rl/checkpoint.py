@@ -87,10 +87,12 @@ def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def step_of(checkpoint: pathlib.Path) -> int:
+    """The step that a checkpoint was written after."""
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def latest(folder: pathlib.Path) -> pathlib.Path | None:
+    """The folder's newest checkpoint, or None."""
     found = checkpoints(folder)
     return found[-1] if found else None
 

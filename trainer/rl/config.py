@@ -1,3 +1,5 @@
+"""The settings of a training run."""
+
 from __future__ import annotations
 
 import json
@@ -132,4 +134,5 @@ class TrainConfig:
 
     @property
     def recipe(self) -> Algorithm:
+        """The algorithm's loss, advantages and means."""
         return ALGORITHMS[self.algorithm]

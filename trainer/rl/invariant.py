@@ -15,7 +15,7 @@ from .rollout import Rollout
 
 @dataclass
 class Comparison:
-    """Of tokens sampled under the weights that the trainer has now; older ones differ because the policy moved."""
+    """A comparison of tokens sampled under the present weights; older ones differ because the policy moved."""
 
     tokens: int = 0
     differing: int = 0
@@ -42,7 +42,7 @@ class Comparison:
             )
 
     def reduce(self) -> Comparison:
-        """Of all ranks."""
+        """The comparison over all ranks."""
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, self)
         return Comparison(

@@ -1,4 +1,4 @@
-"""From rewards to a loss: advantages, KL to a reference, and the published algorithms as data.
+"""The way from rewards to a loss: advantages, KL to a reference, and the published algorithms as data.
 
 The clipped and weighted losses themselves, in their three modes, are `samebits.correction`'s.
 """
@@ -64,7 +64,7 @@ def reference_kl(current: Tensor, reference: Tensor, kind: Literal["k1", "k3"] =
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What tells one published algorithm from another; see `correction.policy_loss`."""
+    """The choices that make a published algorithm; see `correction.policy_loss`."""
 
     kind: Kind
     baseline: Baseline

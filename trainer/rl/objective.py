@@ -20,6 +20,7 @@ Sums = dict[str, float]
 
 
 def total(parts: Iterable[Sums]) -> Sums:
+    """The sums of several parts, added by name."""
     result: Sums = {}
     for part in parts:
         for name, value in part.items():

@@ -1,3 +1,5 @@
+"""Which sequences run together: packs of about equal cost, spread over ranks."""
+
 from __future__ import annotations
 
 import heapq
@@ -5,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], max_tokens: int, ranks: int = 1) -> list[list[list[int]]]:
-    """Which sequences run together: [rank][micro-batch] -> indices, every rank with as many micro-batches.
+    """The sequences that run together: `[rank][micro-batch]` -> indices, every rank with as many micro-batches.
 
     Longest first into the emptiest bin, with the fewest bins such that none exceeds `max_tokens`; a longer sequence has
     a bin of its own. A bin may be empty: its rank still takes part in the collectives. Deterministic in its arguments.

@@ -37,6 +37,7 @@ class Rollout:
 
     @property
     def sequence(self) -> list[int]:
+        """Token ids of prompt and completion."""
         return self.prompt_token_ids + self.token_ids
 
 

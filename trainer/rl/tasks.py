@@ -24,12 +24,14 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Problem:
+    """A prompt, and the answer that a verifier compares with."""
+
     prompt: str
     answer: str
 
 
 class Task(Protocol):
-    """What a training loop asks of a task; write your own with these two methods."""
+    """The interface between a training loop and a task; write your own with these two methods."""
 
     def problem(self, index: int, split: Split = "train") -> Problem:
         """The problem of this number: the same on every call."""
@@ -47,9 +49,11 @@ class GeneratedTask:
         self.seed = seed
 
     def draw(self, rng: random.Random) -> Problem:
+        """A random problem."""
         raise NotImplementedError
 
     def problem(self, index: int, split: Split = "train") -> Problem:
+        """The problem of this number: the same on every call."""
         rng = random.Random(f"{self.seed}/{split}/{index}")
         while True:
             problem = self.draw(rng)
@@ -71,6 +75,7 @@ class Arithmetic(GeneratedTask):
         self.digits = _at_least(1, digits)
 
     def draw(self, rng: random.Random) -> Problem:
+        """Two numbers and their sum."""
         a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
         return Problem(f"{a}+{b}=", str(a + b))
 
@@ -85,6 +90,7 @@ class Sorting(GeneratedTask):
         self.length = _at_least(2, length)
 
     def draw(self, rng: random.Random) -> Problem:
+        """Digits, and the same in order."""
         digits = [rng.choice("0123456789") for _ in range(self.length)]
         return Problem("".join(digits) + ">", "".join(sorted(digits)))
 
@@ -99,6 +105,7 @@ class Brackets(GeneratedTask):
         self.length = _at_least(2, length)
 
     def draw(self, rng: random.Random) -> Problem:
+        """Open brackets, and those that close them."""
         closing = {"(": ")", "[": "]", "{": "}"}
         text = ""
         stack: list[str] = []
@@ -145,6 +152,7 @@ class JsonlTask:
         return Problem(prompt, str(answer))
 
     def problem(self, index: int, split: Split = "train") -> Problem:
+        """The problem of this number; each epoch has its order. Raises ValueError where the split is empty."""
         problems = self.problems[split]
         if not problems:
             raise ValueError(f"{self.path}: too few problems to keep any for {split}")
@@ -152,6 +160,7 @@ class JsonlTask:
         return problems[_shuffled(len(problems), f"{self.seed}/{split}/{epoch}")[place]]
 
     def reward(self, problem: Problem, text: str) -> float:
+        """1 for the right answer, else 0."""
         if self._grader is not None:
             return float(self._grader.equal(problem.answer, text))
         return float(text.strip() == problem.answer.strip())
@@ -168,7 +177,7 @@ class MathGrader:
         self._process: subprocess.Popen[str] | None = None
 
     def equal(self, answer: str, text: str) -> bool:
-        """Whether the text ends in an expression that equals the answer."""
+        """True if the text ends in an expression that equals the answer."""
         if self._process is None:
             script = pathlib.Path(__file__).with_name("math_grader.py")
             command = [sys.executable, "-P", str(script)]  # -P: its neighbours here aren't its modules
