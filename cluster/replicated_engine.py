@@ -84,9 +84,7 @@ class ReplicatedEngine(WorkerEngine):
         self._serials = itertools.count(1)
         self._unassigned: dict[str, Request] = {}
         self._deaths: dict[str, float] = defaultdict(float)  # seen by a request
-        self._held: list[
-            tuple[ReplicaState, ReplicaClient | None, int | None]
-        ] = []  # replicas that wait for the end of an update
+        self._held: list[tuple[ReplicaState, ReplicaClient | None, int | None]] = []  # until an update is over
         self._update: WeightUpdate | None = None  # the last one begun: no replica is admitted while it is open
         self._update_until = 0.0
         self._workers: RemoteWorkers | None = None
@@ -182,11 +180,17 @@ class ReplicatedEngine(WorkerEngine):
         except Exception as error:
             self._tell(self._lose, one, client, error)
 
-    def _bring_weights(self, one: ReplicaState, client: ReplicaClient, donor: ReplicaClient | None) -> None:
-        """Give a new replica the weights in force."""
-        version = self.weight_version
+    def _bring_weights(
+        self,
+        one: ReplicaState,
+        client: ReplicaClient,
+        donor: ReplicaClient | None,
+        stored: StoredWeights | None,
+        version: int,
+    ) -> None:
+        """Give a new replica the weights that are in force now; it is admitted if they still are in the end."""
         try:
-            client.bring_weights(donor, self.stored, version)
+            client.bring_weights(donor, stored, version)
             self._tell(self._admit, one, client, version)
         except Exception as error:
             logger.warning("%s did not get the weights in force: %s", one.name, error)
@@ -255,7 +259,7 @@ class ReplicatedEngine(WorkerEngine):
             self._serve(one)
         elif clients or (self.stored is not None and self.stored.unchanged):
             donor = clients[one.index % len(clients)] if clients else None
-            self._in_thread(self._bring_weights, one, one.client, donor)
+            self._in_thread(self._bring_weights, one, one.client, donor, self.stored, self.weight_version)
         else:
             logger.error("no replica holds weight version %d any more: an update is needed", self.weight_version)
             self.has_weights = False
@@ -451,12 +455,15 @@ class ReplicatedEngine(WorkerEngine):
         update = self._update
         return update is not None and update.open and time.monotonic() < self._update_until
 
-    def begin_weight_update(self) -> WeightUpdate:
-        """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
+    def _wait_until_one_serves(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout
         self.poll()
         while not self.serving and self.failure is None and time.monotonic() < deadline:
             self._work(POLL)
+
+    def begin_weight_update(self) -> WeightUpdate:
+        """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
+        self._wait_until_one_serves()
         self._update = WeightUpdate(self.workers, self.table)
         self._update_until = time.monotonic() + self.config.start_timeout
         return self._update
@@ -475,20 +482,17 @@ class ReplicatedEngine(WorkerEngine):
             self.has_weights = True
             self.stored = update.stored
             update.close()
-            done = 0
-            for one, answer in zip(replicas, outcomes(calls, self.config.worker_timeout), strict=True):
-                if isinstance(answer, Exception):
-                    logger.error("%s failed to switch to weight version %d", one.name, version)
-                    self._lose(one, answer)
-                else:
-                    done += 1
+            done = self._lose_failed("switch_weights", replicas, outcomes(calls, self.config.worker_timeout))
             if not done and self.stored is None:
                 self.has_weights = False
                 raise WorkerError("every replica failed while it switched to the new weights, which are lost")
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, by name. RuntimeError where replicas differ."""
+        self._wait_until_one_serves()
         found = self._command_all("weight_checksums", timeout=self.config.start_timeout)
+        if not found:
+            raise WorkerError("no replica is alive")
         if any(hashes != found[0] for hashes in found):
             raise RuntimeError("the replicas' weights differ; update them")
         return found[0]
@@ -509,11 +513,18 @@ class ReplicatedEngine(WorkerEngine):
         errors = [x for x in found if isinstance(x, Exception)]
         if errors and len(errors) == len(found) and not any(isinstance(e, WorkerError) for e in errors):
             raise errors[0]
+        return self._lose_failed(method, replicas, found)
+
+    def _lose_failed(self, method: str, replicas: Sequence[ReplicaState], found: Sequence[Any]) -> list[Any]:
+        """Start the replicas again that failed in a method, and return the results of the others."""
+        results = []
         for one, answer in zip(replicas, found, strict=True):
             if isinstance(answer, Exception):
                 logger.error("%s failed to %s", one.name, method)
                 self._lose(one, answer)
-        return [x for x in found if not isinstance(x, Exception)]
+            else:
+                results.append(answer)
+        return results
 
     def pause(self, paused: bool) -> None:
         """Make all replicas stop between two steps, or go on."""
