@@ -106,8 +106,12 @@ def send(llm, model, timeout: float = 5.0) -> int:
     try:
         llm.engine.workers.join_weight_group("g", "127.0.0.1", port, 1, ranks, "gloo", timeout)
         update = llm.begin_weight_update()
-        update.receive("g", specs_of(state))
-        return llm.commit_weight_update(update)
+        try:
+            update.receive("g", specs_of(state))
+            return llm.commit_weight_update(update)
+        except Exception:
+            update.abort()
+            raise
     finally:
         thread.join()
 
