@@ -13,7 +13,7 @@ from typing import Any
 
 from ..engine.weights import WorkerError
 from ..engine.worker import Worker
-from .ray_cluster import Placement, ray
+from .ray_cluster import Placement, check_connected, ray
 
 # Each group has its own thread in an actor, and its calls are executed in order: steps; what an engine is told; a
 # worker's methods between steps; those beside steps; and one that lasts as long as the process.
@@ -90,6 +90,7 @@ class Actor:
         self.handle = kind.options(**placement.options(bundle)).remote()
 
     def _call(self, group: str, method: str, *args: Any) -> Call:
+        check_connected()
         return Call(self.name, getattr(self.handle, method).options(concurrency_group=group).remote(*args))
 
     def run(self, function: Callable, *args: Any) -> Call:
@@ -116,8 +117,9 @@ class Actor:
         return self._call("life", "live")
 
     def kill(self) -> None:
-        """End the process."""
-        ray().kill(self.handle)
+        """End the process, which Ray has ended where it was shut down."""
+        if ray().is_initialized():
+            ray().kill(self.handle)
 
 
 def outcomes(calls: Iterable[Call], timeout: float) -> list[Any]:

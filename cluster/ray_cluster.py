@@ -47,6 +47,12 @@ def connect(config: EngineConfig) -> None:
     done.result()
 
 
+def check_connected() -> None:
+    """Raise WorkerError where Ray was shut down, which would start it again at the next call."""
+    if not ray().is_initialized():
+        raise WorkerError("Ray was shut down while an engine used it; make a new engine")
+
+
 def _init(config: EngineConfig) -> None:
     needed = config.num_workers * (threads_of_environment() or 1)
     try:
@@ -138,4 +144,5 @@ class Placement:
         """Give the room back."""
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(self.group)
+        if ray().is_initialized():
+            remove_placement_group(self.group)

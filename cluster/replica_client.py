@@ -15,7 +15,7 @@ from ..model.checkpoint import StoredWeights
 from ..model.stage import Layers
 from .actors import Actor, Call, Host, gather
 from .pipeline import PipelineExecutor, StageWorker
-from .ray_cluster import Placement, free_address, ray
+from .ray_cluster import Placement, check_connected, free_address, ray
 from .replica import Replica, ReplicaInfo, Report
 from .workers import RemoteWorkers, copy_weights
 
@@ -69,6 +69,7 @@ class ReplicaClient:
         heard = time.monotonic()
         try:
             while True:
+                check_connected()
                 ready, _ = ray().wait([items], timeout=POLL)
                 if ready:
                     yield ray().get(next(items))

@@ -30,7 +30,7 @@ from ..engine.worker import max_model_len
 from ..model.checkpoint import StoredWeights
 from .actors import outcomes
 from .affinity import PrefixAffinity
-from .ray_cluster import NoRoomError, Placement, connect, ray, sharers_of_memory, threads_per_worker
+from .ray_cluster import NoRoomError, Placement, check_connected, connect, sharers_of_memory, threads_per_worker
 from .replica import ReplicaInfo, Report
 from .replica_client import ReplicaClient
 from .workers import RemoteWorkers
@@ -149,6 +149,7 @@ class ReplicatedEngine(WorkerEngine):
         """Start a replica's processes, once the cluster has room for them."""
         client = None
         try:
+            check_connected()
             placement = self._placement(one)
             limit = self.config.start_timeout
             if not placement.wait(min(ROOM_SOON, limit)):
@@ -337,8 +338,8 @@ class ReplicatedEngine(WorkerEngine):
     def add_request(self, request: Request) -> None:
         """Give a request to a replica, or keep it until one serves."""
         self.poll()
-        self.requests[request.request_id] = request
         self._assign(request)
+        self.requests[request.request_id] = request
 
     def _assign(self, request: Request) -> None:
         one = self._choose(request)
@@ -349,9 +350,9 @@ class ReplicatedEngine(WorkerEngine):
         assert client is not None
         serial = next(self._serials)
         request.serial = serial
+        call = client.post("add_request", request)  # TypeError where it can't be pickled
         one.requests[serial] = request
         one.load += sum(s.finish_reason is None for s in request.samples)
-        call = client.post("add_request", request)
 
         def arrived(done: Future) -> None:
             error = done.exception()
@@ -568,8 +569,6 @@ class ReplicatedEngine(WorkerEngine):
 
 def _end(one: ReplicaState, client: ReplicaClient | None = None) -> None:
     """End a replica's processes and give back its room."""
-    if not ray().is_initialized():  # it is shut down, and all that it started with it
-        return
     for living in (one.client, client):
         if living is not None:
             living.kill()

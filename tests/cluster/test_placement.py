@@ -90,3 +90,28 @@ def test_a_node_of_the_cluster_goes_away_and_comes_back(paths):
     assert found["still"] == ["serving", "waiting"] and (found["version"], found["world size"]) == (1, 1)
     assert found["update waits"] < 10 and found["through"] == 2, "one that is under way goes through when it comes back"
     assert min(found["shares"]) > 0
+
+
+SHUT_DOWN = """
+import sys, ray
+from samebits import LLM
+
+llm = LLM(sys.argv[1], replicas=2, kv_cache_memory_bytes=2**20)
+ray.shutdown()
+try:
+    llm.generate([[5, 6, 7]], use_tqdm=False)
+except Exception as error:
+    print(type(error).__name__, error)
+llm.close()
+print(ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(paths):
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
+        command = [sys.executable, "-c", SHUT_DOWN, str(paths[0])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    said, again = done.stdout.splitlines()[-2:]
+    assert said.startswith("WorkerError Ray was shut down") and again == "False"
