@@ -23,7 +23,7 @@ from typing import Any, Literal
 from ..engine.config import EngineConfig
 from ..engine.engine import MEMORY_TAGS, WorkerEngine
 from ..engine.interrupts import deferred_interrupt
-from ..engine.outputs import EngineStats
+from ..engine.outputs import COUNTERS, EngineStats
 from ..engine.request import Request
 from ..engine.weights import WeightUpdate, WeightUpdateError, WorkerError
 from ..engine.worker import max_model_len
@@ -84,6 +84,7 @@ class ReplicatedEngine(WorkerEngine):
         self._serials = itertools.count(1)
         self._unassigned: dict[str, Request] = {}
         self._deaths: dict[str, float] = defaultdict(float)  # seen by a request
+        self._past: list[EngineStats] = []  # the last ones of replicas that died
         self._held: list[tuple[ReplicaState, ReplicaClient | None, int | None]] = []  # until an update is over
         self._update: WeightUpdate | None = None  # the last one begun: no replica is admitted while it is open
         self._update_until = 0.0
@@ -313,6 +314,8 @@ class ReplicatedEngine(WorkerEngine):
             return
         logger.error("%s is lost (%s); its %d requests go on elsewhere", one.name, error, len(one.requests))
         one.status = "starting"
+        if one.stats is not None:
+            self._past.append(one.stats)
         one.stats = None
         requests = one.requests
         received = one.received
@@ -553,9 +556,11 @@ class ReplicatedEngine(WorkerEngine):
             self.has_weights = True
 
     def stats(self) -> EngineStats:
-        """Sums over the replicas; a dead one's counts are lost."""
+        """Sums over the replicas. What dead ones have counted stays; their load doesn't."""
         known = [one.stats for one in self.replicas if one.stats is not None]
         total = {f.name: sum(getattr(stats, f.name) for stats in known) for f in fields(EngineStats)}
+        for name in COUNTERS:
+            total[name] += sum(getattr(stats, name) for stats in self._past)
         total["weight_version"] = self.weight_version
         total["num_waiting"] += len(self._unassigned)
         return EngineStats(**total)

@@ -66,6 +66,16 @@ class RequestOutput:
     num_cached_tokens: int = field(default=0, compare=False)  # depends on what ran before
 
 
+COUNTERS = (  # the fields of EngineStats that only grow
+    "steps",
+    "prompt_tokens_computed",
+    "prefix_hit_tokens",
+    "generation_tokens",
+    "preemptions",
+    "step_seconds",
+)
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the start, and the load now. Memory in bytes."""

@@ -12,6 +12,7 @@ import pytest
 
 from samebits import LLM, SamplingParams
 from samebits.engine import WorkerError
+from samebits.engine.outputs import COUNTERS
 from samebits.trainer import exact_model
 
 from helpers import faults
@@ -21,8 +22,11 @@ from helpers.serving import wait_for
 
 def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expected):
     pair.update_weights(paths[0])
+    generate(pair)
+    before = pair.stats()
     outputs = run_and(pair, lambda: faults.kill(pair.engine.replicas[0]))
     assert bits(outputs) == expected[0]
+    assert all(getattr(pair.stats(), name) >= getattr(before, name) for name in COUNTERS), "a counter fell"
     wait_for(lambda: faults.serve(pair), 60)
     assert bits(generate(pair)) == expected[0]
     assert pair.weight_checksums(), "the new replica's weights are the others'"
