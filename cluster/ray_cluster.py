@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
 from ..engine.config import EngineConfig
 from ..engine.weights import WorkerError, free_port
+
+
+SETTLE = 5.0  # seconds in which an engine that was closed has given its room back
 
 
 class NoRoomError(WorkerError):
@@ -28,7 +32,9 @@ def ray() -> ModuleType:
 def connect(config: EngineConfig) -> None:
     """Connect to the cluster that RAY_ADDRESS or `ray start` names, or else start one with room for all workers."""
     if ray().is_initialized():
-        return
+        if not _is_outgrown(config):
+            return
+        ray().shutdown()
     if threading.current_thread() is threading.main_thread():
         _init(config)
         return
@@ -53,12 +59,33 @@ def check_connected() -> None:
         raise WorkerError("Ray was shut down while an engine used it; make a new engine")
 
 
+_local_address: str | None = None  # of the cluster that this process started
+
+
 def _init(config: EngineConfig) -> None:
-    needed = config.num_workers * (threads_of_environment() or 1)
+    global _local_address
     try:
-        ray().init(num_cpus=max(needed, len(os.sched_getaffinity(0))), include_dashboard=False)
+        context = ray().init(num_cpus=max(_needed(config), len(os.sched_getaffinity(0))), include_dashboard=False)
+        _local_address = context.address_info["gcs_address"]
     except ValueError:  # there is a cluster, which has the CPUs that it has
         ray().init(include_dashboard=False)
+
+
+def _needed(config: EngineConfig) -> int:
+    return config.num_workers * (threads_of_environment() or 1)
+
+
+def _is_outgrown(config: EngineConfig) -> bool:
+    """Return True if a cluster that this process started for a smaller engine, which has ended, is too small."""
+    cpus = ray().cluster_resources()["CPU"]
+    if cpus >= _needed(config) or ray().get_runtime_context().gcs_address != _local_address:
+        return False
+    deadline = time.monotonic() + SETTLE
+    while ray().available_resources().get("CPU") != cpus:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def free_address() -> tuple[str, int]:

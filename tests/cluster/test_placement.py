@@ -115,3 +115,25 @@ def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(paths):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     said, again = done.stdout.splitlines()[-2:]
     assert said.startswith("WorkerError Ray was shut down") and again == "False"
+
+
+GROWS = """
+import sys
+from samebits import LLM, SamplingParams
+
+for stages in (1, 2):
+    llm = LLM(sys.argv[1], replicas=2, pipeline_parallel_size=stages, kv_cache_memory_bytes=2**20)
+    print(llm.generate([[5, 6, 7]], SamplingParams(seed=0, max_tokens=4), use_tqdm=False)[0].completions[0].token_ids)
+    llm.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_gets_room_that_the_local_cluster_of_a_smaller_one_before_it_has_not(paths):
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
+        command = [sys.executable, "-c", GROWS, str(paths[0])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small, large = done.stdout.splitlines()[-2:]
+    assert small == large
