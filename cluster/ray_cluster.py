@@ -12,7 +12,6 @@ from typing import Any
 from ..engine.config import EngineConfig
 from ..engine.weights import WorkerError, free_port
 
-
 SETTLE = 5.0  # seconds in which an engine that was closed has given its room back
 
 
