@@ -3,6 +3,7 @@ checkpoints work as they do on the original."""
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -62,29 +63,42 @@ class SharedInput:
 
 @dataclass
 class LogprobRequest:
-    """Asks an LMHead for log-probs of `targets` int64 [R] instead of logits."""
+    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits."""
 
+    index: Tensor
     targets: Tensor
     params: ops.RowParams
     chunk: int
 
 
+Scores = tuple[Tensor, Tensor, Tensor]
+
+
 class LMHead(ExactLinear):
-    """lm_head: fp32 logits, or, while `request` is set, [1, R, 3] log-probs, entropies and most
-    likely tokens (as fp32, exact below 2^24) without the logits."""
+    """lm_head: fp32 logits, or the log-probs of given tokens without the logits."""
 
-    request: LogprobRequest | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return fp32 logits, or, where targets are requested, their [1, T, 3] log-prob, entropy and most likely id."""
-        if self.request is None:
+    def forward(self, x: Tensor, wanted: LogprobRequest | None = None) -> Tensor | Scores:  # type: ignore[override]
+        """Return fp32 logits, or what is wanted of rows [R, hidden]; see `ops.token_logprobs`."""
+        if wanted is None:
             return ops.linear(x, self.packed or self.weight, self.bias, self.route, torch.float32)
-        r = self.request
-        hidden = x.reshape(-1, x.shape[-1])
-        logprob, entropy, best = ops.token_logprobs(
-            hidden, self.weight, self.bias, r.targets, r.params, r.chunk, self.route
-        )
-        return torch.stack((logprob[None], entropy[None], best.float()[None]), dim=-1)  # no view: FSDP2 would warn
+        return ops.token_logprobs(x, self.weight, self.bias, wanted.targets, wanted.params, wanted.chunk, self.route)
+
+
+def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `Scores`.
+
+    It is an argument of the whole model's forward so that hooks on the model (FSDP2's, DDP's) meet it as any call. The
+    class has the name of HF's, which `save_pretrained` writes into config.json.
+    """
+
+    @functools.wraps(kind.forward)
+    def forward(self, *args, logprobs: LogprobRequest | None = None, **kwargs):
+        if logprobs is None:
+            return kind.forward(self, *args, **kwargs)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
+        return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 class ExactRMSNorm(nn.Module):
@@ -190,6 +204,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         if new is ExactMLP:
             module.activation = model.config.hidden_act
         module.__class__ = new
+    model.__class__ = scoring(type(model))
     if exact:
         model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False

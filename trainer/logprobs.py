@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
-from ..model.exact import LMHead, LogprobRequest, eos_token_ids
+from ..model.exact import LMHead, LogprobRequest, Scores, eos_token_ids
 
 
 def token_logprobs(
@@ -23,6 +23,7 @@ def token_logprobs(
     return_entropy: bool = False,
     return_argmax: bool = False,
     chunk: int | None = None,
+    forward: Callable | None = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
 
@@ -35,11 +36,10 @@ def token_logprobs(
 
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
     distributions in the same shape. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
-    bit.
+    bit. forward: what to call instead of `model`: its own forward, inside of a wrapper's call whose hooks have run.
     """
     params = sampling_params or SamplingParams()
-    head = model.get_output_embeddings()
-    if not isinstance(head, LMHead):
+    if not isinstance(model.get_output_embeddings(), LMHead):
         raise TypeError("token_logprobs needs a model from samebits.trainer.exact_model")
     rows = _rows(sequences, attention_mask)
     if not rows or not all(len(r) for r in rows):
@@ -60,30 +60,32 @@ def token_logprobs(
             predicts[start : start + prompt - 1] = False
     index = predicts.nonzero().flatten()
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
-    chunk = chunk or ops.backend(model.device).LOGIT_ROWS
-    found = _run(model, head, ids, index, layout, _row_params(model, params, lengths, prompt_lens, index), chunk)
+    found = score_packed(
+        forward or model,
+        ids.to(model.device),
+        index,
+        layout,
+        row_params(model, params, lengths, prompt_lens, index),
+        chunk or ops.backend(model.device).LOGIT_ROWS,
+    )
     spread = (values.new_zeros(len(ids)).scatter(0, (index + 1).to(values.device), values) for values in found)
     logprobs, entropies, best = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
     extras = [entropies] * return_entropy + [best] * return_argmax
     return (logprobs, *extras) if extras else logprobs
 
 
-def _run(model, head: LMHead, ids, index, layout, params: ops.RowParams, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    assert head.request is None, "another thread is scoring with this model"
-    device = model.device
-    head.request = LogprobRequest(ids[index + 1].to(device), params, chunk)
-    try:
-        out = model(
-            input_ids=ids[None].to(device),
-            position_ids=layout.on(device).positions.long()[None],
-            use_cache=False,
-            logits_to_keep=index.to(device),
-            layout=layout,
-        )
-    finally:
-        head.request = None
-    logprobs, entropies, best = out.logits[0].unbind(-1)
-    return logprobs, entropies, best.detach().long()
+def score_packed(
+    forward: Callable, ids: Tensor, index: Tensor, layout: ops.PagedLayout, params: ops.RowParams, chunk: int
+) -> Scores:
+    """Return the `Scores` of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
+    index = index.to(ids.device)
+    return forward(
+        input_ids=ids[None],
+        position_ids=layout.on(ids.device).positions.long()[None],
+        use_cache=False,
+        layout=layout,
+        logprobs=LogprobRequest(index, ids[index + 1], params, chunk),
+    )
 
 
 def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
@@ -123,7 +125,14 @@ def _checked(prompt_lens: Sequence[int], lengths: list[int]) -> list[int]:
     return prompts
 
 
-def _row_params(model, params: SamplingParams, lengths: list[int], prompt_lens, index: Tensor) -> ops.RowParams:
+def row_params(
+    model: PreTrainedModel,
+    params: SamplingParams,
+    lengths: Sequence[int],
+    prompt_lens: Sequence[int] | None,
+    index: Tensor,
+) -> ops.RowParams:
+    """Return the distribution of each scored token's row. min_tokens needs prompt_lens, and rows of completions."""
     rows = ops.RowParams.repeat(len(index), params.temperature, params.top_k, params.top_p, params.min_p)
     if params.min_tokens:
         if prompt_lens is None:

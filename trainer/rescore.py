@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
 from ..model.exact import LMHead
-from .logprobs import _row_params, _run
+from .logprobs import row_params, score_packed
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -33,12 +33,13 @@ def rescore(
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
     share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
     """
-    head, params = _head(model), sampling_params or SamplingParams()
+    _head(model)
+    params = sampling_params or SamplingParams()
     for batch in _batches(model, rollouts, max_num_batched_tokens, share_prefixes):
         prompts = [length - count for length, count in zip(batch.layout.lengths, batch.counts, strict=True)]
-        row_params = _row_params(model, params, batch.layout.lengths, prompts, batch.index)
+        rows = row_params(model, params, batch.layout.lengths, prompts, batch.index)
         chunk = max(1, _LOGITS // model.config.vocab_size)
-        logprobs, _, best = _run(model, head, batch.ids, batch.index, batch.layout, row_params, chunk)
+        logprobs, _, best = score_packed(model, batch.ids, batch.index, batch.layout, rows, chunk)
         yield from zip(logprobs.cpu().split(batch.counts), best.cpu().split(batch.counts), strict=True)
 
 
