@@ -133,7 +133,7 @@ def serve(
 
 
 @app.command()
-@with_options(engine=ENGINE.only("dtype", "device", "linear_route").with_defaults(device="cpu"))
+@with_options(engine=ENGINE.only("dtype", "device").with_defaults(device="cpu"))
 def verify(
     model: Model,
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
@@ -167,7 +167,7 @@ def verify(
 
 
 @app.command()
-@with_options(engine=ENGINE.only("dtype", "device", "linear_route").with_defaults(device="cpu"))
+@with_options(engine=ENGINE.only("dtype", "device").with_defaults(device="cpu"))
 def contract(as_json: AsJson = False, *, engine: dict[str, Any]) -> None:
     """Print the numerics contract of this installation, and its hash."""
     from dataclasses import asdict
@@ -178,7 +178,7 @@ def contract(as_json: AsJson = False, *, engine: dict[str, Any]) -> None:
     from ..model.exact import parse_dtype
 
     device = torch.device(engine["device"])
-    found = Contract.of(parse_dtype(engine["dtype"], device), device, engine["linear_route"])
+    found = Contract.of(parse_dtype(engine["dtype"], device), device)
     if as_json:
         print(json.dumps({**asdict(found), "hash": found.hash}))
         return

@@ -138,7 +138,7 @@ def _engine_settings(
         given["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if engine_url is None and sync_dir is not None:
         raise ValueError("--sync-dir needs --engine-url")
-    local = [f"--{name.replace('_', '-')}" for name in given if name not in ("exact", "linear_route")]
+    local = [f"--{name.replace('_', '-')}" for name in given if name != "exact"]
     if engine_url is not None and local:
         raise ValueError(f"{', '.join(local)}: for an engine in this process; the server at --engine-url has its own")
     return given

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, by vLLM's names. Only `dtype`, `device`, `linear_route` and `exact` change a bit of a result."""
+    """Engine settings, by vLLM's names. Only `dtype`, `device` and `exact` change a bit of a result."""
 
     dtype: str = "float32"
     """Number format of weights and activations: float32, bfloat16 or float16."""
@@ -34,8 +34,6 @@ class EngineConfig:
     """Reuse KV across requests."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids only."""
-    linear_route: str = "fma"
-    """How the CPU multiplies matrices: fma (any CPU) or mkl (Intel, strict mode); see `samebits.model.exact_model`."""
     exact: bool = True
     """Compute with the exact ops. False: with torch's own, the control without the promise."""
     pipeline_parallel_size: int = 1

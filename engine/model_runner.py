@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ..kernels import ops
 from ..model import attention
 from ..model.exact import LMHead
+from ..model.rollout import fuse, pack_weights
 from ..scheduler import Batch
 from .cuda_graphs import StepGraphs
-from .fusion import fuse, pack_weights
 from .request import Sample, SampledToken
 
 LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time

@@ -57,9 +57,9 @@ class Worker:
         self.sharers = sharers
         device = config.device or "cpu"
         if layers is None:
-            self.model = exact_model(path, config.dtype, device, config.linear_route, config.exact)
+            self.model = exact_model(path, config.dtype, device, config.exact)
         else:
-            self.model = stage_model(path, config.dtype, device, layers, config.linear_route, config.exact)
+            self.model = stage_model(path, config.dtype, device, layers, config.exact)
         self.store = WeightStore(self.model, 0 if layers is None else layers[0], layers is None)
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         self.runner: ModelRunner  # from `initialize_cache` on

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 
 import torch
@@ -39,13 +38,10 @@ class Contract:
     version: int = 1
 
     @classmethod
-    def of(cls, dtype: torch.dtype, device: torch.device, linear_route: str = "fma") -> Contract:
+    def of(cls, dtype: torch.dtype, device: torch.device) -> Contract:
         """The contract of this machine for a model of `dtype` on `device`."""
         import transformers
 
-        trees = ops.backend(device).trees(device)
-        mkl = f"oneMKL strict, MKL_CBWR={os.environ.get('MKL_CBWR')}, torch {torch.__version__}, {_cpu_name()}"
-        trees["linear"] = {"fma": trees["linear"], "mkl": mkl}.get(linear_route, linear_route)
         return cls(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
@@ -53,7 +49,7 @@ class Contract:
             filters="top-k, top-p, min-p in this order as thresholds; ties kept",
             rounding="each op computes in fp32 and rounds once to the storage dtype; logits are not rounded",
             transformers=".".join(transformers.__version__.split(".")[:2]),
-            **trees,
+            **ops.backend(device).trees(device),
         )
 
     @property
@@ -79,12 +75,6 @@ def _cpu_name() -> str:
     return llvmlite.binding.get_host_cpu_name()
 
 
-_MKL_ADVICE = (
-    "Set MKL_CBWR=AVX512,STRICT (or AVX2,STRICT) in the environment before the process starts, or at least before its "
-    "first matrix product. oneMKL keeps strict mode on Intel CPUs only. linear_route='fma', the default, needs neither."
-)
-
-
 def _row_stable(run, x: torch.Tensor) -> bool:
     """Are the rows of run(x) the same bits alone, in every small batch and on one thread?"""
     whole = run(x)
@@ -100,15 +90,13 @@ def _row_stable(run, x: torch.Tensor) -> bool:
     )
 
 
-def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") -> None:
+def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:
     """Check on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """
     if not float(torch.tensor(1e-40, dtype=torch.float32) * 0.5):
         raise NumericsError("denormal numbers are flushed to 0 (torch.set_flush_denormal); bits depend on it, unset it")
-    if route == "mkl" and "STRICT" not in os.environ.get("MKL_CBWR", ""):
-        raise NumericsError(f"linear_route='mkl' without oneMKL's strict mode. {_MKL_ADVICE}")
     generator = torch.Generator().manual_seed(0)
     device = weights[0].panels.device if isinstance(weights[0], ops.PackedWeight) else weights[0].device
     where = _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -123,9 +111,8 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight], route: str = "fma") ->
         seen.add((features, depth))
         x = torch.randn(19, depth, generator=generator) * torch.exp2(torch.randint(-8, 8, (19, 1), generator=generator))
         x = x.to(device)
-        if not _row_stable(lambda rows, w=weight: ops.linear(rows, w, None, route), x):
-            advice = _MKL_ADVICE if route == "mkl" else "Please report this device; there is no setting that mends it."
+        if not _row_stable(lambda rows, w=weight: ops.linear(rows, w), x):
             raise NumericsError(
                 f"linear [{features}, {depth}] on this device ({where}) gives a row "
-                f"different bits in different batches (linear_route={route!r}). {advice}"
+                "different bits in different batches. Please report this device; there is no setting that mends it."
             )

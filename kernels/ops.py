@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
-EXACT_ROUTES = ("fma", "mkl")  # and "torch", whose bits depend on the batch
 
 
 def _apply(function: type[torch.autograd.Function], *args):
@@ -80,7 +79,7 @@ class PackedWeight:
 
 
 def _product(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, route: str, dtype: torch.dtype = torch.float32
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, exact: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """x [rows, depth] -> [rows, features], rounded once to `dtype`."""
     x = x.detach()
@@ -88,7 +87,7 @@ def _product(
     if isinstance(weight, PackedWeight):
         return backend(x.device).linear_packed(x, [(weight.memory, weight.features, bias)], dtype)[0]
     weight = weight.detach()
-    if route == "fma":
+    if exact:
         return backend(x.device).linear_unpacked(x, weight, bias, dtype)
     wide = torch.float32 if x.device.type == "cpu" else x.dtype
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(dtype)
@@ -96,10 +95,10 @@ def _product(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, route, dtype):
+    def forward(ctx, x, weight, bias, exact, dtype):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _product(x, weight, bias, route, dtype)
+        return _product(x, weight, bias, exact, dtype)
 
     @staticmethod
     @once_differentiable
@@ -120,19 +119,18 @@ def linear(
     x: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
-    route: str = "fma",
     dtype: torch.dtype | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """x [..., depth] @ weight[features, depth].T + bias in `dtype` (None: x's): fp32 accumulation, one rounding.
 
-    route: "fma", our own fixed chains of multiply-adds (any CPU or GPU); "mkl", torch's product with oneMKL in strict
-    mode; "torch", torch's product as it comes, whose bits depend on the batch: for comparisons.
+    exact=False: torch's product, whose bits depend on the batch, for comparisons.
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, PackedWeight):
-        out = _product(rows, weight, bias, route, dtype or x.dtype)
+        out = _product(rows, weight, bias, exact, dtype or x.dtype)
     else:
-        out = _apply(_Linear, rows, weight, bias, route, dtype or x.dtype)
+        out = _apply(_Linear, rows, weight, bias, exact, dtype or x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -386,18 +384,18 @@ def sample(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, params, chunk, route):
+    def forward(ctx, hidden, weight, bias, targets, params, chunk, exact):
         parts = []
         for start in range(0, hidden.shape[0], chunk) or (0,):
             rows = slice(start, start + chunk)
-            logits = _product(hidden[rows], weight, bias, route)
+            logits = _product(hidden[rows], weight, bias, exact)
             parts.append(sample(logits, params[rows], targets[rows]))
         logprob, entropy, logsumexp, best = (
             torch.cat(column) for column in zip(*(p.scores for p in parts), strict=True)
         )
         thresholds = torch.cat([p.thresholds for p in parts])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy.float(), logsumexp.float(), thresholds)
-        ctx.params, ctx.chunk, ctx.route = params, chunk, route
+        ctx.params, ctx.chunk, ctx.exact = params, chunk, exact
         best = best.long()
         ctx.mark_non_differentiable(best)
         return logprob.float(), entropy.float(), best
@@ -416,7 +414,7 @@ class _TokenLogprobs(torch.autograd.Function):
             params = ctx.params[rows]
             temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
             temperature = temperature.to(hidden.device)
-            z = _product(hidden[rows], weight, bias, ctx.route).div_(temperature)  # in place: two such at a time
+            z = _product(hidden[rows], weight, bias, ctx.exact).div_(temperature)  # in place: two such at a time
             for row, ids in enumerate(params.banned):
                 if ids:
                     z[row, ids] = -math.inf
@@ -446,11 +444,11 @@ def token_logprobs(
     targets: Tensor,
     params: RowParams,
     chunk: int = 256,
-    route: str = "fma",
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
 
     hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats) and
     the most likely tokens int64 [R].
     """
-    return _apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, route)
+    return _apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact)

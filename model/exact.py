@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,39 +26,27 @@ class UnsupportedModelError(NotImplementedError):
 
 
 class ExactLinear(nn.Linear):
-    """nn.Linear on `ops.linear`. In an engine, `packed` replaces `weight`, and `shared` joins it to its neighbours."""
+    """nn.Linear on `ops.linear`.
 
-    route: str = "fma"
+    packed: replaces `weight` in an engine. exact: False for the lm_head of a control, which has torch's product.
+    """
+
     packed: ops.PackedWeight | None = None
-    shared: SharedInput | None = None
+    exact = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias in x's dtype."""
-        if self.shared is not None:
-            return self.shared.product(self, x)
-        return ops.linear(x, self.packed or self.weight, self.bias, self.route)
+        return ops.linear(x, self.packed or self.weight, self.bias)
 
 
-class SharedInput:
-    """Packed linears that a model calls on the same tensor (q, k, v; gate, up): the first call computes all of them."""
-
-    def __init__(self, modules: list[ExactLinear]):
-        self.modules = modules
-        self.input: Tensor | None = None
-        self.results: dict[ExactLinear, Tensor] = {}
-        for module in modules:
-            module.shared = self
-
-    def product(self, module: ExactLinear, x: Tensor) -> Tensor:
-        """Return one module's product; the first one asked for computes those of all."""
-        if x is not self.input or module not in self.results:
-            weights = [m.packed for m in self.modules if m.packed is not None]
-            self.results = dict(zip(self.modules, ops.linears(x, weights, [m.bias for m in self.modules]), strict=True))
-            self.input = x
-        result = self.results.pop(module)
-        if not self.results:
-            self.input = None
-        return result
+def products(x: Tensor, *modules: nn.Module) -> list[Tensor]:
+    """Return each linear's output for x: in one launch where all are packed, and nobody watches or replaced one."""
+    weights = []
+    for module in modules:
+        if not isinstance(module, ExactLinear) or module.packed is None or module._forward_hooks:
+            return [m(x) for m in modules]
+        weights.append(module.packed)
+    return ops.linears(x, weights, [m.bias for m in modules])  # type: ignore[misc]
 
 
 @dataclass
@@ -80,8 +68,8 @@ class LMHead(ExactLinear):
     def forward(self, x: Tensor, wanted: LogprobRequest | None = None) -> Tensor | Scores:  # type: ignore[override]
         """Return fp32 logits, or what is wanted of rows [R, hidden]; see `ops.token_logprobs`."""
         if wanted is None:
-            return ops.linear(x, self.packed or self.weight, self.bias, self.route, torch.float32)
-        return ops.token_logprobs(x, self.weight, self.bias, wanted.targets, wanted.params, wanted.chunk, self.route)
+            return ops.linear(x, self.packed or self.weight, self.bias, torch.float32, self.exact)
+        return ops.token_logprobs(x, self.weight, self.bias, wanted.targets, wanted.params, wanted.chunk, self.exact)
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -122,7 +110,8 @@ class ExactMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(activation(gate(x)) * up(x))."""
-        return self.down_proj(ops.gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
+        gate, up = products(x, self.gate_proj, self.up_proj)
+        return self.down_proj(ops.gated_activation(gate, up, self.activation))
 
 
 class ExactRotary(nn.Module):
@@ -169,15 +158,13 @@ def check_config(config) -> None:
         raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
 
 
-def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "fma") -> PreTrainedModel:
+def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
     UnsupportedModelError, naming the module, before anything is changed.
     """
     check_config(model.config)
-    if linear_route not in ops.EXACT_ROUTES:
-        raise ValueError(f"linear_route {linear_route!r}; choose one of {', '.join(ops.EXACT_ROUTES)}")
     head = model.get_output_embeddings()  # None in all stages but the last
     stem = type(model).__name__.removesuffix("ForCausalLM")
     structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
@@ -199,11 +186,11 @@ def make_exact(model: PreTrainedModel, exact: bool = True, linear_route: str = "
         new = LMHead if is_head else swaps.get(type(module).__name__)
         if new is None or not (exact or is_head):
             continue
-        if isinstance(module, nn.Linear):
-            module.route = linear_route if exact else "torch"  # type: ignore[assignment]
         if new is ExactMLP:
             module.activation = model.config.hidden_act
         module.__class__ = new
+        if is_head and not exact:
+            module.exact = False
     model.__class__ = scoring(type(model))
     if exact:
         model.set_attn_implementation(attention.NAME)
@@ -223,7 +210,8 @@ def contract_of(model: PreTrainedModel) -> Contract:
     """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one."""
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
-    return Contract.of(norm.dtype, norm.device, linear.route)
+    contract = Contract.of(norm.dtype, norm.device)
+    return contract if linear.exact else replace(contract, linear="torch")
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -247,13 +235,12 @@ def exact_model(
     name: str | os.PathLike,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
-    linear_route: str = "fma",
     exact: bool = True,
 ) -> PreTrainedModel:
     """A HF causal LM on `device` whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
-    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". linear_route: "fma" or "mkl"
-    (see `ops.linear`). exact=False: torch's own ops, for comparison.
+    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". exact=False: torch's own
+    ops, for comparison.
 
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
     samebits does not cover, NumericsError where this machine can't keep the promise.
@@ -280,7 +267,7 @@ def exact_model(
     ]
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
-    return prepare(model.to(device).eval(), path, exact, linear_route)
+    return prepare(model.to(device).eval(), path, exact)
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -288,13 +275,13 @@ def all_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
 
 
-def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool, linear_route: str) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
     """The last steps of loading: checks the values, swaps the ops, probes that this machine keeps the promise."""
     for key, parameter in model.named_parameters():
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
     ops.backend(model.device).warm_up(model.dtype, model.device)
-    model = make_exact(model, exact, linear_route)
+    model = make_exact(model, exact)
     if exact:
-        probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)], linear_route)
+        probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)])
     return model

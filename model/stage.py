@@ -66,7 +66,6 @@ def stage_model(
     dtype: str | torch.dtype,
     device: str | torch.device,
     layers: Layers,
-    linear_route: str = "fma",
     exact: bool = True,
 ) -> PreTrainedModel:
     """The same as `exact_model`, for layers [from, to) alone, which count from 0 in it.
@@ -97,7 +96,7 @@ def stage_model(
     model.load_state_dict(_tensors(path, model, layers[0], dtype), assign=True, strict=False)
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
-    return prepare(model.to(device).eval(), path, exact, linear_route)
+    return prepare(model.to(device).eval(), path, exact)
 
 
 def _tensors(path: os.PathLike, model: nn.Module, first_layer: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -231,28 +231,6 @@ def test_throughput_benchmark_compares_engines(smollm2, tmp_path):
     assert set(engines) == {"samebits", "samebits, switches off"}
 
 
-def test_mkl_route_passes_the_whole_proof_where_the_cpu_keeps_strict_mode(checkpoint):
-    """On CPUs whose oneMKL has no strict mode the route must be refused, naming the variable."""
-    for branch in ("AVX512,STRICT", "AVX2,STRICT"):
-        env = {**os.environ, "MKL_CBWR": branch, "COLUMNS": "120"}
-        command = [
-            sys.executable,
-            "-c",
-            "from samebits.cli.main import main; main()",
-            "verify",
-            str(checkpoint("llama")),
-            "--linear-route",
-            "mkl",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-        if done.returncode == 0:
-            assert "bitwise equal" in done.stdout
-            return
-        assert done.returncode == 2
-        assert "MKL_CBWR" in done.stderr
-    pytest.skip("this CPU's oneMKL keeps no strict mode: the route was refused, as it must be")
-
-
 def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -162,7 +162,6 @@ BAD_SETTINGS = [
     ({"max_model_len": 0}, ValueError, "max_model_len must be positive"),
     ({"max_num_seqs": "8"}, TypeError, "max_num_seqs must be an integer"),
     ({"kv_cache_memory_bytes": 100}, ValueError, r"kv_cache_memory_bytes is less than one block of \d+ bytes"),
-    ({"linear_route": "cublas"}, ValueError, "linear_route 'cublas'; choose one of fma, mkl"),
     ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching must be a bool"),
     ({"exact": "false"}, TypeError, "exact must be a bool"),
 ]

@@ -62,7 +62,7 @@ class Trainer:
         if config.check != "off" and self.llm.contract is not None:
             self.llm.contract.check(self.contract)
         if llm is not None:
-            if ignored := config.engine.keys() - {"exact", "linear_route"}:
+            if ignored := config.engine.keys() - {"exact"}:
                 raise ValueError(f"a given engine has its own settings; leave out engine={sorted(ignored)}")
             self.sync()
         if config.activation_checkpointing:
@@ -93,8 +93,8 @@ class Trainer:
         if self.config.dtype != "float32":
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        numerics = {name: self.config.engine[name] for name in ("exact", "linear_route") if name in self.config.engine}
-        return shard(exact_model(self.config.model, device=self.config.device, **numerics), **policy)
+        exact = self.config.engine.get("exact", True)
+        return shard(exact_model(self.config.model, device=self.config.device, exact=exact), **policy)
 
     @property
     def contract(self) -> Contract:
