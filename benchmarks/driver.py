@@ -28,7 +28,7 @@ from samebits.engine import EngineConfig, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.executor import ModelInfo
 from samebits.engine.input_processor import InputProcessor
-from samebits.engine.model_runner import Plan
+from samebits.engine.planner import Plan
 from samebits.engine.request import Request, SampledToken
 from samebits.engine.weights import WeightTable
 

@@ -7,7 +7,9 @@ import time
 import numpy as np
 import torch
 
-from samebits.engine.model_runner import Drawn, ModelRunner, Plan
+from samebits.engine.model_runner import ModelRunner
+from samebits.engine.planner import Plan
+from samebits.engine.sampler import SamplerOutput
 from samebits.kernels import ops
 
 
@@ -31,7 +33,7 @@ def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 
     for _ in range(repeats):
         start = time.perf_counter()
         out = runner.run(plan, hidden)
-        if isinstance(out, Drawn):
+        if isinstance(out, SamplerOutput):
             out.wait()
         times.append(time.perf_counter() - start)
     return sorted(times)[repeats // 2]

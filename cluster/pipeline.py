@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..engine.config import EngineConfig
 from ..engine.executor import Executor, ModelInfo, StepResult
-from ..engine.model_runner import Drawn, Plan
+from ..engine.planner import Plan
 from ..engine.request import SampledToken
+from ..engine.sampler import SamplerOutput
 from ..engine.weights import WorkerError, arguments_of
 from ..engine.weights.group import new_backend
 from ..engine.worker import Worker
@@ -97,7 +98,7 @@ class StageWorker(Worker):
             hidden = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
             self.link.receive(hidden)
             out = self.execute_model(plan, hidden)
-            if isinstance(out, Drawn):
+            if isinstance(out, SamplerOutput):
                 return out.wait()
             self.link.send(out)
             return None
@@ -105,7 +106,7 @@ class StageWorker(Worker):
             self.link.close()
             raise
 
-    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn:
+    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
         """Compute a step, and note when."""
         begin = time.time()
         out = super().execute_model(plan, hidden)
@@ -158,7 +159,7 @@ class PipelineExecutor(Executor):
         data = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL) if self.stages else b""
         calls = [stage.call("worker", "run_step", data) for stage in self.stages]
         out = self.first.execute_model(plan)
-        if isinstance(out, Drawn):
+        if isinstance(out, SamplerOutput):
             return out
         self.first.link.send(out)
         return PipelineStep(calls, self.timeout)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+BACKENDS = ("ray", "inproc")
+KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
+NOUNS = {"bool": "a bool", "int": "an integer", "float": "a number"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class EngineConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Is a step prepared while the one before it runs?"""
+        """True if a step is prepared while the one before it runs."""
         if self.async_scheduling is None:
             return (self.device or "cpu").startswith("cuda") and self._one_batch
         return self.async_scheduling
@@ -79,42 +83,41 @@ class EngineConfig:
         return self.pipeline_parallel_size == self.num_batches == 1
 
     def __post_init__(self) -> None:
+        self._check_types()
+        stages = self.pipeline_parallel_size
         if self.max_num_batched_tokens is None:
-            object.__setattr__(self, "max_num_batched_tokens", 2048 if self.pipeline_parallel_size == 1 else 256)
+            object.__setattr__(self, "max_num_batched_tokens", 2048 if stages == 1 else 256)
         if self.backend is None:
             object.__setattr__(self, "backend", "ray" if self.num_workers > 1 else "inproc")
-        if self.backend not in (backends := ("ray", "inproc")):
-            raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(backends)}")
-        if self.pipeline_parallel_size == 1 and self.stage_layers is not None:
-            raise ValueError("stage_layers cuts a model into stages: set pipeline_parallel_size")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
         if self.backend == "ray" and self.num_workers == 1:
             raise ValueError("backend 'ray' places stages and replicas: set pipeline_parallel_size or replicas")
         if self.backend != "ray" and self.replicas > 1:
             raise ValueError(f"replicas are actors of a Ray cluster: backend 'ray', not {self.backend!r}")
         if self.async_scheduling and not self._one_batch:
-            raise ValueError("async_scheduling has all sequences in each step, of a model in one stage: leave out "
-                             "pipeline_parallel_size and batches_in_flight")  # fmt: skip
-        for name in ("worker_timeout", "start_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+            raise ValueError(
+                "async_scheduling has all sequences in each step, of a model in one stage: leave out "
+                "pipeline_parallel_size and batches_in_flight"
+            )
+        if self.gpu_memory_utilization > 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
         if self.stage_layers is not None:
+            if stages == 1:
+                raise ValueError("stage_layers cuts a model into stages: set pipeline_parallel_size")
             counts = tuple(self.stage_layers)
             object.__setattr__(self, "stage_layers", counts)
-            if len(counts) != self.pipeline_parallel_size or not all(isinstance(n, int) and n > 0 for n in counts):
-                raise ValueError(f"stage_layers {counts}: expected a positive number for each of the "
-                                 f"{self.pipeline_parallel_size} stages")  # fmt: skip
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
-        flags = "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "exact", "async_scheduling"
-        for name in flags:
-            if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("async_scheduling", None):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        optional = "max_model_len", "kv_cache_memory_bytes", "batches_in_flight"
-        for name in (*optional, "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size", "replicas"):
-            value = getattr(self, name)
-            if value is None and name in optional:
+            if len(counts) != stages or not all(isinstance(n, int) and n > 0 for n in counts):
+                raise ValueError(f"stage_layers {counts}: expected a positive number for each of the {stages} stages")
+
+    def _check_types(self) -> None:
+        """Raise TypeError where a flag or number is something else, ValueError where a number isn't positive."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = str(field.type).removesuffix(" | None")
+            if kind not in KINDS or (value is None and field.default is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+                raise TypeError(f"{field.name} must be {NOUNS[kind]}, got {value!r}")
+            if kind != "bool" and not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value!r}")

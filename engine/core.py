@@ -21,9 +21,10 @@ from .config import EngineConfig
 from .engine import MEMORY_TAGS, WorkerEngine
 from .executor import Executor, StepResult
 from .interrupts import deferred_interrupt
-from .model_runner import Draw, Planner
 from .outputs import EngineStats
+from .planner import Planner
 from .request import Request, Sample, SampledToken
+from .sampler import LogitsRow
 from .weights import WeightUpdate, WeightUpdateError, WorkerError, Workers
 from .worker import max_model_len
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Step:
     """A step under way: what it samples and scores, and the tokens that come of it."""
 
-    draws: list[Draw]
+    rows: list[LogitsRow]
     result: StepResult
 
 
@@ -113,11 +114,6 @@ class EngineCore(WorkerEngine):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Steps that were submitted and whose tokens haven't been taken."""
-        return len(self._steps)
-
     def step(self) -> None:
         """Submit as many steps as may be under way, then take the oldest one's tokens."""
         start = time.perf_counter()
@@ -137,7 +133,7 @@ class EngineCore(WorkerEngine):
         batch = self.scheduler.schedule()
         if not batch.sequences:
             return False
-        plan, draws = self.planner.plan(batch, self.scheduler.block_copies)
+        plan, rows = self.planner.plan(batch, self.scheduler.block_copies)
         try:
             result = self.executor.submit(plan)
         except torch.OutOfMemoryError as error:
@@ -151,13 +147,13 @@ class EngineCore(WorkerEngine):
                 self.failure = f"{type(error).__name__}: {error}"
             raise
         self.scheduler.postprocess(batch)
-        for i, draw in enumerate(draws):
-            if draw.target < 0:
-                draw.sample.num_pending += 1
-                draw.sample.pending_draw = i
+        for i, row in enumerate(rows):
+            if row.target < 0:
+                row.sample.num_pending += 1
+                row.sample.pending_row = i
             else:
-                draw.sample.request.num_scores_due += 1
-        self._steps.append(Step(draws, result))
+                row.sample.request.num_scores_due += 1
+        self._steps.append(Step(rows, result))
         return True
 
     def _shrink(self, batch: Batch, error: Exception) -> None:
@@ -181,29 +177,29 @@ class EngineCore(WorkerEngine):
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
-        for draw, token in zip(step.draws, tokens, strict=True):
-            self._receive(draw, token)
+        for row, token in zip(step.rows, tokens, strict=True):
+            self._receive(row, token)
 
     def drain(self) -> None:
         """Take the tokens of all steps under way."""
         while self._steps:
             self._collect()
 
-    def _receive(self, draw: Draw, token: SampledToken) -> None:
+    def _receive(self, row: LogitsRow, token: SampledToken) -> None:
         """Give a token to its sample. What is wrong with a request ends that request alone."""
-        sample = draw.sample
+        sample = row.sample
         request = sample.request
-        if draw.target < 0:
+        if row.target < 0:
             sample.num_pending -= 1
         if sample.finish_reason is not None:  # it was aborted, or failed on an earlier result of this step
             return
         if math.isnan(token.logprob):
             self._fail(request, "non-finite logits; check the weights")
             return
-        if draw.target >= 0:
+        if row.target >= 0:
             request.prompt_scores.append(token)
             return
-        sample.append(token, self.weight_version, draw.stale_kv)
+        sample.append(token, self.weight_version, row.stale_kv)
         self._generation_tokens += 1
         try:
             request.check_stop(sample, self.tokenizer)
@@ -318,24 +314,15 @@ class EngineCore(WorkerEngine):
             self.has_kv_cache = True
 
     def _reload(self, stored: StoredWeights) -> None:
-        self._check_unchanged(stored)
-        update = self.begin_weight_update()
-        try:
-            update.load(stored.path)
-            self._check_unchanged(stored)
-            update.prepare()
-        except BaseException:
-            update.abort()
-            raise
-        self.executor.collective_rpc("commit_update", update.id)
-        self.has_weights = True
-
-    def _check_unchanged(self, stored: StoredWeights) -> None:
-        if not stored.unchanged:
-            raise WeightUpdateError(
-                f"the files in {stored.path} have changed since weight version {self.weight_version} was read from "
-                "them; update the weights to wake up"
-            )
+        with self.begin_weight_update() as update:
+            if stored.unchanged:
+                update.load(stored.path)
+            if update.stored != stored:
+                raise WeightUpdateError(
+                    f"the files in {stored.path} have changed since weight version {self.weight_version} was read from "
+                    "them; update the weights to wake up"
+                )
+            self.commit_weight_update(update, self.weight_version)
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the load now."""

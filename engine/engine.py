@@ -162,10 +162,7 @@ class WorkerEngine(Engine):
                 with gathering(self.table.state_of(source)):
                     pass
             raise
-        try:
+        with update:
             update.load(source, self.contract)
             self.commit_weight_update(update, version, recompute_running)
-        except BaseException:
-            update.abort()
-            raise
         return version

@@ -13,8 +13,9 @@ from ..kernels.contract import Contract
 from ..model.exact import load_config
 from ..model.stage import Layers, split_by_size
 from .config import EngineConfig
-from .model_runner import Drawn, Plan
+from .planner import Plan
 from .request import SampledToken
+from .sampler import SamplerOutput
 from .weights import WeightTable, Workers, arguments_of
 from .worker import Worker, WorkerInfo
 
@@ -23,7 +24,7 @@ class StepResult(Protocol):
     """The tokens of a step that is under way."""
 
     def wait(self) -> list[SampledToken]:
-        """Return the tokens in the order of the step's draws, as soon as they are there."""
+        """Return the tokens in the order of its rows of logits, as soon as they are there."""
 
 
 class Executor(Workers):
@@ -95,7 +96,7 @@ class LocalExecutor(Executor):
         """The number of workers."""
         return len(self.workers)
 
-    def submit(self, plan: Plan) -> Drawn:
+    def submit(self, plan: Plan) -> SamplerOutput:
         """Compute a step. On a GPU its tokens may be on their way when this returns."""
         out: Any = None
         for worker in self.workers:

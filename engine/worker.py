@@ -18,7 +18,9 @@ from ..kernels.contract import Contract
 from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
 from ..model.stage import Layers, stage_model
 from .config import EngineConfig
-from .model_runner import Drawn, ModelRunner, Plan
+from .model_runner import ModelRunner
+from .planner import Plan
+from .sampler import SamplerOutput
 from .weights.group import WeightGroup
 from .weights.spec import TensorSpec, join_bucket, split_bucket
 from .weights.store import StagedWeights, WeightStore
@@ -104,7 +106,7 @@ class Worker:
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len(self.path, self.config)
         self.runner = ModelRunner(self.model, num_blocks, limits if graphs else None)
 
-    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | Drawn:
+    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
         """Compute a step: tokens from the last stage, [T, hidden] for the next one from others.
 
         hidden: what the stage before returned, if there is one.

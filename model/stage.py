@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -28,9 +27,9 @@ def shift_layer(name: str, by: int) -> str:
 
 
 def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layers]:
-    """Cuts layers of these costs into `stages` runs, at least one each, so that the dearest run is as cheap as can be.
+    """Cut layers of these costs into `stages` runs, at least one each, so that the dearest run is as cheap as can be.
 
-    head: the cost of norm and lm_head, which go with the last layer. Among equals, the first stages are the longer.
+    head: the cost of norm and lm_head, which go with the last layer. Among equals, earlier runs are as cheap as can be.
     """
     count = len(costs)
     if not 1 <= stages <= count:
@@ -39,23 +38,24 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layer
 
     @functools.cache
     def best(runs: int, end: int) -> tuple[float, tuple[int, ...]]:
-        """The dearest of so many runs over the first `end` layers, and where they start."""
-        if runs == 0:
-            return (0.0 if end == 0 else math.inf), ()
-        found = []
-        for start in range(end):
-            dearest, starts = best(runs - 1, start)
-            found.append((max(dearest, total[end] - total[start]), (*starts, start)))
-        return min(found, key=lambda f: (f[0], [-start for start in f[1]]), default=(math.inf, ()))
+        """The cost of the dearest of N runs over the first `end` layers, and where each of them ends."""
+        if runs == 1:
+            return total[end], (end,)
+        options = []
+        for start in range(runs - 1, end):
+            cost, ends = best(runs - 1, start)
+            options.append((max(cost, total[end] - total[start]), cost, (*ends, end)))
+        dearest, _, ends = min(options)
+        return dearest, ends
 
-    return list(itertools.pairwise((*best(stages, count)[1], count)))
+    return list(itertools.pairwise((0, *best(stages, count)[1])))
 
 
 def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
     """`split_layers` by the parameters that a token meets: the time of decoding follows them."""
     config = load_config(path)
     layers, head = [0] * config.num_hidden_layers, config.vocab_size * config.hidden_size
-    for name, (_, shape, _) in manifest(resolve(path)).items():
+    for name, (shape, _) in manifest(resolve(path)).items():
         if found := _LAYER.search(name):
             layers[int(found[0])] += int(torch.Size(shape).numel())
     return split_layers(layers, head, stages)
@@ -108,7 +108,7 @@ def _tensors(path: os.PathLike, model: nn.Module, first_layer: int, dtype: torch
         full = shift_layer(name, first_layer)
         if full not in stored:
             raise CheckpointError(f"{path} does not fit its config; missing: {full}")
-        _, there, file = stored[full]
+        there, file = stored[full]
         if there != shape:
             raise CheckpointError(
                 f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(shape)}"

@@ -48,7 +48,7 @@ class Sequence:
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
         self.num_pending = 0  # tokens that steps under way sample; num_tokens counts them
-        self.pending_draw = 0  # the newest one's place among the draws of its step
+        self.pending_row = 0  # the newest one's place among the step's rows of logits
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +67,9 @@ class Sequence:
 
     @property
     def scheduled_token_ids(self) -> list[int]:
-        """The tokens that this step computes; one that the step before it samples as its draw i is -1 - i."""
+        """The tokens that this step computes; one that the step before samples from row i of its logits is -1 - i."""
         known = self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
-        return known if len(known) == self.num_scheduled_tokens else [*known, -1 - self.pending_draw]
+        return known if len(known) == self.num_scheduled_tokens else [*known, -1 - self.pending_row]
 
     @property
     def samples_now(self) -> bool:

@@ -131,7 +131,7 @@ class StagedWeights:
 
     def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         entries = manifest(path)
-        for file in sorted({file for name, (*_, file) in entries.items() if self.store.owns(name)}):
+        for file in sorted({file for name, (_, file) in entries.items() if self.store.owns(name)}):
             with safe_open(file, framework="pt") as tensors:
                 sums = json.loads((tensors.metadata() or {}).get("checksums", "{}"))
                 for name in filter(self.store.owns, tensors.keys()):

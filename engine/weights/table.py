@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from ...kernels import ops
 from ...kernels.contract import Contract, NumericsError
-from ...model.checkpoint import manifest
 from ...model.exact import LMHead, contract_of
 from .spec import TensorSpec
 
@@ -68,13 +66,6 @@ class WeightTable:
         """Raise WeightUpdateError where tensors of these names don't make up the model."""
         if missing := self.missing(names):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
-
-    def check_directory(self, path: pathlib.Path) -> None:
-        """Raise WeightUpdateError or CheckpointError unless a checkpoint's headers promise all tensors."""
-        entries = manifest(path)
-        for name, (_, shape, _) in entries.items():
-            self.check_shape(name, shape)
-        self.check_complete(set(entries))
 
 
 def check_contract(module: nn.Module, contract: Contract) -> None:

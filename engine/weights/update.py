@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
-from ...model.checkpoint import StoredWeights
+from ...model.checkpoint import StoredWeights, manifest
 from .spec import TensorSpec, gathering, specs_of
 from .table import Source, WeightTable, WeightUpdateError, check_contract
 from .workers import Workers
@@ -23,8 +23,9 @@ class WeightUpdate:
     """New weights in the making, beside those that serve.
 
     The verbs, in order: `load` or `receive`, in parts if you like, until nothing is `missing`; then
-    `LLM.commit_weight_update`, which calls `prepare` first; or `abort`. Any thread may load while the engine computes.
-    Several updates may be open, each is good for one commit; workers keep the newest few and forget older ones.
+    `LLM.commit_weight_update`, which calls `prepare` first; or `abort`, as the end of a `with` block does by itself.
+    Any thread may load while the engine computes. Several updates may be open, each is good for one commit; workers
+    keep the newest few and forget older ones.
 
     open: it was neither committed nor aborted. given: names of the tensors that all workers have. stored: the
     checkpoint directory that it is, if it is one.
@@ -85,7 +86,10 @@ class WeightUpdate:
     def _load_directory(self, path: pathlib.Path) -> None:
         """Workers read a directory by themselves."""
         stored = StoredWeights.at(path)
-        self.table.check_directory(path)
+        entries = manifest(path)
+        for name, (shape, _) in entries.items():
+            self.table.check_shape(name, shape)
+        self.table.check_complete(set(entries))
         if self.given:
             raise WeightUpdateError(f"tensor {min(self.given)!r} was given twice: a directory brings all of them")
         self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
@@ -115,6 +119,13 @@ class WeightUpdate:
         """Raise unless every worker could put the update in force."""
         self.table.check_complete(self.given)
         self.workers.collective_rpc("prepare_update", self.id)
+
+    def __enter__(self) -> WeightUpdate:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self.open:
+            self.abort()
 
     def close(self) -> None:
         """Note that the update is over: it was committed or aborted."""

@@ -105,7 +105,7 @@ class Driver:
             self.scheduler.check()
             self.flights.append([(seq, token(seq)) for seq in drawing])
             for i, seq in enumerate(drawing):
-                seq.num_pending, seq.pending_draw = seq.num_pending + 1, i
+                seq.num_pending, seq.pending_row = seq.num_pending + 1, i
         if self.flights and (len(self.flights) > self.late or not batch.sequences):
             self.deliver(ends)
         return batch

@@ -1,0 +1,79 @@
+"""The scheduler's batch as the model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from ..kernels import ops
+from ..scheduler import Batch
+from .request import Sample
+from .sampler import LogitsRow, SamplingMetadata
+
+
+@dataclass
+class Plan:
+    """One step: arrays, no sequences, so that it can travel to other processes.
+
+    token_ids int64 [T], where -1 - i is the token of row i of the step before this one. block_copies: KV blocks
+    (source, destination) to copy first.
+    """
+
+    token_ids: np.ndarray
+    layout: ops.PagedLayout
+    block_copies: list[tuple[int, int]]
+    sampling: SamplingMetadata
+
+
+class Planner:
+    """Makes a step's `Plan` of the scheduler's batch. Reads sequences, never changes them."""
+
+    def __init__(self, config: PretrainedConfig, device: torch.device):
+        self.kernels = ops.backend(device)
+        self.group = config.num_attention_heads // config.num_key_value_heads
+
+    def plan(self, batch: Batch, block_copies: Seq[tuple[int, int]]) -> tuple[Plan, list[LogitsRow]]:
+        """Return the plan, and the rows of logits whose tokens it gives."""
+        rows = _logits_rows(batch)
+        token_ids = chain.from_iterable(seq.scheduled_token_ids for seq in batch.sequences)
+        sampling = SamplingMetadata.of(rows)
+        return Plan(np.array([*token_ids], np.int64), self._layout(batch), [*block_copies], sampling), rows
+
+    def _layout(self, batch: Batch) -> ops.PagedLayout:
+        size = self.kernels.BLOCK
+        lengths = [seq.num_scheduled_tokens for seq in batch.sequences]
+        starts = [seq.num_cached_tokens for seq in batch.sequences]
+        ranges = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths, strict=True)]
+        positions = np.concatenate(ranges)
+        sizes = [len(seq.block_table) for seq in batch.sequences]
+        tables = np.fromiter(chain.from_iterable(s.block_table for s in batch.sequences), np.int32, sum(sizes))
+        table_starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
+        blocks = tables[np.repeat(table_starts, lengths) + positions // size]
+        slots = blocks * np.int32(size) + positions % size
+        items = self.kernels.work_items(lengths, self.group)
+        return ops.PagedLayout(lengths, positions, slots, tables, table_starts, items)
+
+
+def _logits_rows(batch: Batch) -> list[LogitsRow]:
+    """The rows that score a chunk's prompt, where that is asked for, and those that sample the next tokens."""
+    rows: list[LogitsRow] = []
+    first = 0
+    for seq in batch.sequences:
+        assert isinstance(seq, Sample)
+        start = seq.num_cached_tokens
+        end = start + seq.num_scheduled_tokens
+        if seq.request.params.prompt_logprobs is not None and seq.sample_index == 0:
+            done = seq.request.num_scores_due  # recompute after preemption scores nothing twice
+            for position in range(max(start, done), min(end, seq.num_prompt_tokens - 1)):
+                rows.append(LogitsRow(seq, first + position - start, seq.token_ids[position + 1]))
+        if seq.samples_now:
+            for sample in (seq, *seq.siblings):
+                assert isinstance(sample, Sample)
+                rows.append(LogitsRow(sample, first + end - start - 1, -1, seq.stale_kv))
+        first += end - start
+    return rows

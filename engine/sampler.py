@@ -1,0 +1,164 @@
+"""The sampler: tokens and log-probs from hidden states. The distribution is that of `kernels.ops.sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..kernels import ops
+from .request import Sample, SampledToken
+
+LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
+
+
+@dataclass
+class LogitsRow:
+    """A row of logits that a step computes: for the token after number `token` of the step.
+
+    The token is sampled, or scored where `target` says which it is. stale_kv: older weights computed some of the KV.
+    """
+
+    sample: Sample
+    token: int
+    target: int = -1
+    stale_kv: bool = False
+
+    @property
+    def banned(self) -> list[int]:
+        """Token ids that may not be sampled: those that end the sample before min_tokens."""
+        request = self.sample.request
+        early = self.sample.num_tokens - self.sample.num_prompt_tokens < request.params.min_tokens
+        return request.terminal_ids if early and self.target < 0 else []
+
+
+@dataclass
+class SamplingMetadata:
+    """What the sampler needs to know of R rows of logits, without the sequences, so that it can travel.
+
+    tokens int64 [R]: places in the step of the tokens whose hidden states give logits. targets int64 [R]: the token to
+    score, or -1. seeds uint64, sample_indices int64, positions int64, [R] each: the random numbers' counters.
+    num_logprobs: alternatives to report; -1: not even the rank. raw_logprobs: report the log-prob before temperature
+    and filters, too.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    seeds: np.ndarray
+    sample_indices: np.ndarray
+    positions: np.ndarray
+    params: ops.RowParams
+    num_logprobs: list[int]
+    raw_logprobs: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[LogitsRow]) -> SamplingMetadata:
+        """Return the metadata of these rows."""
+        requests = [row.sample.request for row in rows]
+        params = [request.params for request in requests]
+        counts = [p.logprobs if r.target < 0 else p.prompt_logprobs for p, r in zip(params, rows, strict=True)]
+        return cls(
+            tokens=np.array([r.token for r in rows], np.int64),
+            targets=np.array([r.target for r in rows], np.int64),
+            seeds=np.array([r.seed for r in requests], np.uint64),
+            sample_indices=np.array([r.sample.sample_index for r in rows], np.int64),
+            positions=np.array([r.sample.num_tokens for r in rows], np.int64),
+            params=ops.RowParams(
+                np.array([p.temperature for p in params], np.float64),
+                np.array([p.top_k for p in params], np.int64),
+                np.array([p.top_p for p in params], np.float64),
+                np.array([p.min_p for p in params], np.float64),
+                [r.banned for r in rows],
+            ),
+            num_logprobs=[-1 if count is None else count for count in counts],
+            raw_logprobs=any(p.raw_logprobs for p in params),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: slice) -> SamplingMetadata:
+        return SamplingMetadata(
+            self.tokens[rows],
+            self.targets[rows],
+            self.seeds[rows],
+            self.sample_indices[rows],
+            self.positions[rows],
+            self.params[rows],
+            self.num_logprobs[rows],
+            self.raw_logprobs,
+        )
+
+
+class SamplerOutput:
+    """The tokens of a step, on their way from the device: nothing waits for them but `wait`.
+
+    numbers f64 [R, 4]: token id, log-prob, log-prob before temperature and filters, rank; the last two are 0 where they
+    weren't asked for. alternatives: ids and log-probs of the rows that ask for them.
+    """
+
+    def __init__(self, numbers: Tensor, alternatives: dict[int, tuple[Tensor, Tensor]]):
+        self.token_ids = numbers[:, 0].long()
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._alternatives = {}
+        for row, (ids, logprobs) in alternatives.items():
+            self._alternatives[row] = ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if numbers.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> list[SampledToken]:
+        """Return the tokens in the order of the rows. Log-probs are NaN where the logits aren't finite."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens = []
+        for token, logprob, raw, rank in self._numbers.tolist():
+            tokens.append(SampledToken(int(token), logprob, raw, int(rank)))
+        for row, (ids, logprobs) in self._alternatives.items():
+            tokens[row].top_logprobs = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return tokens
+
+
+def sample(head: nn.Module, hidden: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Return the tokens that the metadata asks for. hidden: of all tokens of the step, [T, hidden]; head: lm_head."""
+    numbers = [torch.empty(0, 4, dtype=torch.float64, device=hidden.device)]
+    alternatives: dict[int, tuple[Tensor, Tensor]] = {}
+    for start in range(0, len(metadata), LOGIT_ROWS):
+        part = metadata[start : start + LOGIT_ROWS]
+        logits = head(hidden[ops.to_device(part.tokens, hidden.device)])
+        found, best = _sample_logits(logits, part)
+        numbers.append(found)
+        alternatives |= {start + row: pair for row, pair in best.items()}
+    return SamplerOutput(torch.cat(numbers), alternatives)
+
+
+def _sample_logits(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+    """Return the numbers and alternatives of fp32 logits [R, V], as `SamplerOutput` takes them. Changes the logits."""
+    params = metadata.params
+    targets = ops.to_device(metadata.targets, logits.device)
+    counters = metadata.seeds, metadata.sample_indices, metadata.positions
+    tokens, scores, thresholds = ops.sample(logits, params, targets, *counters)
+    numbers = torch.zeros(len(logits), 4, dtype=torch.float64, device=logits.device)
+    numbers[:, 0] = tokens
+    numbers[:, 1] = scores.logprob.float()
+    if metadata.raw_logprobs:
+        plain = ops.sample(logits, ops.RowParams.repeat(len(logits)), tokens).scores
+        numbers[:, 2] = plain.logprob.float()
+    alternatives = {}
+    for row, count in enumerate(metadata.num_logprobs):
+        if count >= 0 and params.banned[row]:
+            banned = ops.to_device(np.array(params.banned[row], np.int64), logits.device)
+            logits[row].index_fill_(0, banned, -torch.inf)
+        if count > 0:
+            # by a tensor: by a number, CUDA multiplies with its reciprocal
+            logp = logits[row] / logits.new_full((), params.temperature[row] or 1.0)
+            logp = torch.where(logp >= thresholds[row], (logp.double() - scores.logsumexp[row]).float(), -torch.inf)
+            values, ids = logp.topk(min(count, logp.numel()))
+            alternatives[row] = ids, values
+    if max(metadata.num_logprobs) >= 0:
+        sampled = tokens.clamp(min=0)[:, None]  # none of logits that aren't finite
+        numbers[:, 3] = 1.0 + (logits > logits.gather(1, sampled)).sum(1)
+    return numbers, alternatives
