@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 BACKENDS = ("ray", "inproc")
-KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
+KINDS: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float)}
 NOUNS = {"bool": "a bool", "int": "an integer", "float": "a number"}
 
 
@@ -113,11 +114,12 @@ class EngineConfig:
     def _check_types(self) -> None:
         """Raise TypeError where a flag or number is something else, ValueError where a number isn't positive."""
         for field in fields(self):
-            value = getattr(self, field.name)
+            value: Any = getattr(self, field.name)
             kind = str(field.type).removesuffix(" | None")
             if kind not in KINDS or (value is None and field.default is None):
                 continue
-            if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+            flag = isinstance(value, bool)
+            if flag != (kind == "bool") or not isinstance(value, KINDS[kind]):
                 raise TypeError(f"{field.name} must be {NOUNS[kind]}, got {value!r}")
-            if kind != "bool" and not value > 0:
+            if not flag and not float(value) > 0:
                 raise ValueError(f"{field.name} must be positive, got {value!r}")

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from ..model.checkpoint import StoredWeights
 from ..model.exact import load_config
 from ..scheduler import Batch, BlockManager, Scheduler
 from .config import EngineConfig
+from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, WorkerEngine
 from .executor import Executor, StepResult
 from .interrupts import deferred_interrupt
@@ -45,7 +45,9 @@ class EngineCore(WorkerEngine):
     executor: its workers. tokenizer: for stop strings; None: requests have none.
     """
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor, tokenizer: Any = None):
+    def __init__(
+        self, path: pathlib.Path, config: EngineConfig, executor: Executor, tokenizer: Tokenizer | None = None
+    ):
         super().__init__()
         self.path = path
         self.config = config
@@ -161,7 +163,7 @@ class EngineCore(WorkerEngine):
         torch.cuda.empty_cache()
         if self.scheduler.shrink(batch):
             logger.warning(
-                "out of memory; from now on at most %d sequences and %d tokens a step",
+                "out of memory; from now on at most %d sequences and %d tokens per step",
                 self.scheduler.max_num_seqs,
                 self.scheduler.max_num_batched_tokens,
             )

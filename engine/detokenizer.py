@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """The methods of transformers' tokenizers that the engine needs."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
+        """Return a conversation as text; see transformers."""
 
 
 class TextStream:
@@ -12,7 +26,7 @@ class TextStream:
     ones' text is cut off.
     """
 
-    def __init__(self, tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.text = ""
@@ -20,7 +34,7 @@ class TextStream:
         self._read = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """token_ids: all of them, those read before included."""
+        """Read the tokens that are new. token_ids: all of them, those read before included."""
         if self._read == len(token_ids):
             return
         context = self._decode(token_ids[self._known : self._read])

@@ -1,4 +1,4 @@
-"""The border between those who want tokens and those who compute them."""
+"""The border between what asks for tokens and what computes them."""
 
 from __future__ import annotations
 

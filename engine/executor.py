@@ -46,7 +46,7 @@ class Executor(Workers):
 class ModelInfo:
     """Sizes of the model that an engine's workers hold. Bytes are those of all workers together.
 
-    stage_kv_bytes: the KV pool of the worker that has the largest. num_attention_groups: query heads per KV head.
+    stage_kv_bytes: the KV pool of the worker that has the largest.
     """
 
     contract: Contract | None

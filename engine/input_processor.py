@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..model.checkpoint import CheckpointError
+from .detokenizer import Tokenizer
 from .request import Request, Sample
 from .sampling_params import SamplingParams
 
@@ -21,7 +22,14 @@ _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 class InputProcessor:
     """Checks and tokenises prompts. Holds no state of the engine: threads may each use one with their own tokenizer."""
 
-    def __init__(self, tokenizer, where: str, vocab_size: int, max_model_len: int, eos_token_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        where: str,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ):
         self.tokenizer = tokenizer
         self.where = where
         self.vocab_size = vocab_size
@@ -93,20 +101,21 @@ class InputProcessor:
             raise TypeError(f"a prompt is a string, token ids, or a dict of one of them; got {type(prompt).__name__}")
         return None, list(prompt), cache_salt
 
-    def need_tokenizer(self, what: str):
-        """The tokenizer. Raises ValueError, naming what needs it, where there is none."""
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """Return the tokenizer. Raises ValueError, naming what needs it, where there is none."""
         if self.tokenizer is None:
             raise ValueError(f"{what} need a tokenizer, and {self.where} has none; give token ids")
         return self.tokenizer
 
 
-def load_tokenizer(path: pathlib.Path) -> Any:
-    """The model's tokenizer, or None where it has none: token ids still work."""
+def load_tokenizer(path: pathlib.Path) -> Tokenizer | None:
+    """Return the model's tokenizer, or None where it has none: token ids still work."""
     files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((path / f).is_file() for f in files):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        return tokenizer
     except Exception as error:  # the libraries below raise many kinds
         raise CheckpointError(
             f"the tokenizer in {path} does not load ({type(error).__name__}: {error}); "

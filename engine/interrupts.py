@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Holds Ctrl-C back until the block has ended, so that it can't leave half a step behind."""
+    """Hold Ctrl-C back until the block has ended, so that it can't leave half a step behind."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

@@ -6,7 +6,6 @@ import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from tqdm import tqdm
 
@@ -14,6 +13,7 @@ from ..model.checkpoint import resolve
 from ..model.exact import load_config
 from .config import EngineConfig
 from .core import EngineCore
+from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, Engine, WorkerEngine
 from .executor import LocalExecutor
 from .input_processor import InputProcessor, Prompt, load_tokenizer
@@ -178,7 +178,7 @@ class LLM:
         self.engine.check_fits(request)
         return request
 
-    def input_processor(self, tokenizer: Any) -> InputProcessor:
+    def input_processor(self, tokenizer: Tokenizer | None) -> InputProcessor:
         """A processor of prompts for this model with a tokenizer of its own, for use in another thread."""
         vocab = self.model_config.vocab_size
         return InputProcessor(tokenizer, str(self.path), vocab, self.max_model_len, self.eos_token_ids)
@@ -316,7 +316,7 @@ class LLM:
         self.close()
 
 
-def make_engine(path: pathlib.Path, config: EngineConfig, tokenizer: Any) -> Engine:
+def make_engine(path: pathlib.Path, config: EngineConfig, tokenizer: Tokenizer | None) -> Engine:
     """The engine that a configuration asks for: in this process, or of several processes."""
     if config.in_this_process:
         return EngineCore(path, config, LocalExecutor(path, config), tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..scheduler import Sequence
-from .detokenizer import TextStream
+from .detokenizer import TextStream, Tokenizer
 from .outputs import Completion, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
 
@@ -33,12 +33,12 @@ class Sample(Sequence):
         self.stop_reason: str | int | None = None
         self.text: str | None = None  # once finished
         self.stream: TextStream | None = None
-        self.reported = 0  # tokens, characters and end, as far as deltas have told
+        self.reported = 0  # tokens, characters and end, as far as deltas have reported
         self.reported_chars = 0
         self.reported_end = False
 
     def __getstate__(self) -> dict:
-        """As it goes to a replica: with its tokens, without KV, which is computed again there."""
+        """The state that goes to a replica: with the tokens, without KV, which is computed again there."""
         kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text"
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
@@ -51,7 +51,7 @@ class Sample(Sequence):
 
     @property
     def news(self) -> bool:
-        """Is there anything that a delta hasn't told?"""
+        """True if tokens or the end have not been reported yet."""
         return len(self.sampled) > self.reported or (self.finish_reason is not None and not self.reported_end)
 
     def spans(self, start: int = 0) -> list[VersionSpan]:
@@ -91,7 +91,7 @@ class Request:
 
     @property
     def due(self) -> bool:
-        """True if the caller wants to hear of the request's progress now."""
+        """True if the request's progress is to be reported now."""
         return self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
@@ -105,8 +105,8 @@ class Request:
         """Tokens that end a sample; banned before min_tokens."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
-    def check_stop(self, sample: Sample, tokenizer) -> None:
-        """Sets finish_reason after a token was appended."""
+    def check_stop(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
+        """Set finish_reason after a token was appended."""
         token, count = sample.token_ids[-1], sample.num_completion_tokens
         if token in self.eos_token_ids:
             sample.finish_reason = "stop"
@@ -117,7 +117,7 @@ class Request:
         if sample.finish_reason is None and count >= sample.max_tokens:
             sample.finish_reason = "length"
 
-    def _check_stop_strings(self, sample: Sample, tokenizer) -> None:
+    def _check_stop_strings(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
         stream, ids = _stream(sample, tokenizer), sample.completion_token_ids
         stream.read(ids[:-1])  # known, unless the sample came from another replica
         before = len(stream.text)
@@ -131,12 +131,12 @@ class Request:
             cut += len(string) if self.params.include_stop_str_in_output else 0
             sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
 
-    def take_output(self, tokenizer) -> RequestOutput:
-        """A snapshot, or what is new since the last one, which then counts as told."""
+    def take_output(self, tokenizer: Tokenizer | None) -> RequestOutput:
+        """Return a snapshot, or what is new since the last one, which then counts as reported."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
         samples = [s for s in self.samples if not delta or s.news]
         scores = None if self.params.prompt_logprobs is None or self.partly_scored else self.prompt_scores
-        if delta and all(s.reported for s in self.samples):  # told before
+        if delta and all(s.reported for s in self.samples):  # reported before
             scores = None
         return RequestOutput(
             request_id=self.request_id,
@@ -150,7 +150,7 @@ class Request:
             num_cached_tokens=self.samples[0].num_prefix_hit or 0,
         )
 
-    def _text(self, sample: Sample, tokenizer) -> str | None:
+    def _text(self, sample: Sample, tokenizer: Tokenizer | None) -> str | None:
         params = self.params
         if sample.text is None and tokenizer is not None and params.detokenize:
             ids = sample.completion_token_ids
@@ -164,7 +164,7 @@ class Request:
             sample.text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         return sample.text
 
-    def _completion(self, sample: Sample, tokenizer, delta: bool) -> Completion:
+    def _completion(self, sample: Sample, tokenizer: Tokenizer | None, delta: bool) -> Completion:
         params, text = self.params, self._text(sample, tokenizer)
         start, chars = (sample.reported, sample.reported_chars) if delta else (0, 0)
         sampled = sample.sampled[start:]
@@ -185,7 +185,8 @@ class Request:
         )
 
 
-def _stream(sample: Sample, tokenizer) -> TextStream:
+def _stream(sample: Sample, tokenizer: Tokenizer | None) -> TextStream:
+    assert tokenizer is not None, "the input processor refuses stop strings without one"
     if sample.stream is None:
         sample.stream = TextStream(tokenizer, sample.request.params.skip_special_tokens)
     return sample.stream

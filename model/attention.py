@@ -41,9 +41,9 @@ def attention_forward(
     kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, heads, T, D], key and value [B, kv_heads, T, D] -> ([B, T, heads, D], None).
+    """Attend with query [B, heads, T, D] to key and value [B, kv_heads, T, D]; return ([B, T, heads, D], None).
 
-    With `kv_caches` (one pair a layer) keys and values go to the cache first; `layout` then says where everything is.
+    With `kv_caches` (one pair per layer) keys and values go to the cache first; `layout` then says where everything is.
     """
     if dropout:
         raise NotImplementedError("attention dropout is not supported: the rollout has none")

@@ -141,7 +141,7 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def check_config(config) -> None:
-    """Raises UnsupportedModelError unless samebits covers every op the config asks for."""
+    """Raise UnsupportedModelError unless samebits covers every op that the config asks for."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(f"model type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
     if getattr(config, "quantization_config", None) is not None:
@@ -159,7 +159,7 @@ def check_config(config) -> None:
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
-    """Replaces the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
+    """Replace the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
     UnsupportedModelError, naming the module, before anything is changed.
@@ -237,7 +237,7 @@ def exact_model(
     device: str | torch.device = "cpu",
     exact: bool = True,
 ) -> PreTrainedModel:
-    """A HF causal LM on `device` whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
+    """Return a HF causal LM whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
     name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". exact=False: torch's own
     ops, for comparison.
@@ -271,12 +271,12 @@ def exact_model(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """One pass, no copies: extremes are NaN where anything is."""
+    """True if no value is NaN or infinite: one pass, no copies, since extremes are NaN where anything is."""
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
 
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
-    """The last steps of loading: checks the values, swaps the ops, probes that this machine keeps the promise."""
+    """Finish loading: check the values, swap the ops, probe that this machine keeps the promise. Return the model."""
     for key, parameter in model.named_parameters():
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")

@@ -52,7 +52,7 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layer
 
 
 def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
-    """`split_layers` by the parameters that a token meets: the time of decoding follows them."""
+    """Cut a checkpoint's layers by the parameters that a token meets: the time of decoding follows them."""
     config = load_config(path)
     layers, head = [0] * config.num_hidden_layers, config.vocab_size * config.hidden_size
     for name, (shape, _) in manifest(resolve(path)).items():
@@ -68,7 +68,7 @@ def stage_model(
     layers: Layers,
     exact: bool = True,
 ) -> PreTrainedModel:
-    """The same as `exact_model`, for layers [from, to) alone, which count from 0 in it.
+    """Return the same as `exact_model`, for layers [from, to) alone, which count from 0 in it.
 
     The embedding comes with the first layer, norm and lm_head with the last. Only its own tensors are read. Call its
     base model with `inputs_embeds`, the hidden states of the stage before, where there is one.

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: which are free, which hold a known prefix, and which sequence has which."""
+"""The KV cache's blocks: which are free, which hold a known prefix, which sequence has which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sequence import Sequence
 
 
 class BlockManager:
-    """The record of who owns which KV block.
+    """The record of which sequences own which KV block.
 
     free (ref_count 0)                         in use (ref_count > 0)
     ├─ blank                                   ├─ private: the block that a sequence is writing

@@ -103,7 +103,7 @@ class WeightGroup:
                 flat = parts[0] if len(parts) == 1 else torch.cat([p.reshape(-1).view(torch.uint8) for p in parts])
                 self._wait(self._broadcast(flat), bucket)
             if (extra := next(source, None)) is not None:
-                raise ValueError(f"tensor {extra[0]!r} is not in the manifest")
+                raise ValueError(f"tensor {extra[0]!r} is not in the specs")
         except BaseException:
             self.close()  # or the others would wait for the rest
             raise
@@ -111,7 +111,7 @@ class WeightGroup:
     def _matching(self, spec: TensorSpec, pair: tuple[str, Tensor] | None) -> Tensor:
         found = pair and TensorSpec(pair[0], tuple(pair[1].shape), pair[1].dtype)
         if found != spec or pair is None:
-            raise ValueError(f"the manifest says {spec}, but the tensor to send is {found}")
+            raise ValueError(f"the specs say {spec}, but the tensor to send is {found}")
         return pair[1].detach().to(self.device).contiguous()
 
     def receive(self, specs: Sequence[TensorSpec], bucket_bytes: int | None = None) -> Generator[tuple[str, Tensor]]:
