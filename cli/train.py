@@ -109,9 +109,11 @@ def train(
         raise ValueError("--supervise-until is for --model tiny")
     llm = None
     if engine_url is not None:
+        from ..engine import LLM
         from ..integrations import Client, RemoteEngine
 
-        llm = RemoteEngine(Client(engine_url, key=engine_key), config.model, sync_dir)
+        remote = RemoteEngine(Client(engine_url, key=engine_key), config.model, sync_dir)
+        llm = LLM(config.model, engine=remote)
     trainer = Trainer(config, problems, llm)
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")

@@ -73,7 +73,7 @@ class Worker:
         block_bytes = ModelRunner.block_bytes(self.model)
         return WorkerInfo(
             contract=contract_of(self.model) if self.config.exact else None,
-            eos_token_ids=eos_token_ids(self.model),
+            eos_token_ids=eos_token_ids(self.model.config, self.model.generation_config),
             table=self.store.table,
             weight_bytes=self.weight_bytes,
             block_bytes=block_bytes,

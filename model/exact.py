@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
 from ..kernels.contract import Contract, probe
@@ -214,17 +214,17 @@ def contract_of(model: PreTrainedModel) -> Contract:
     return contract if linear.exact else replace(contract, linear="torch")
 
 
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The model's EOS, one or several, from its generation config or its config; ids beyond the vocabulary dropped."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
+def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig | None) -> tuple[int, ...]:
+    """Return a model's EOS, one or several, from its generation config or its config, without ids that it hasn't."""
+    eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = config.eos_token_id
     ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-    return tuple(token for token in ids if 0 <= token < model.config.vocab_size)
+    return tuple(token for token in ids if 0 <= token < config.vocab_size)
 
 
-def load_config(path: os.PathLike):
-    """The checkpoint's HuggingFace config. Raises UnsupportedModelError where transformers has none for it."""
+def load_config(path: os.PathLike) -> PretrainedConfig:
+    """Return the checkpoint's HuggingFace config. Raises UnsupportedModelError where transformers has none for it."""
     try:
         return AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as error:

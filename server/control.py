@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -277,5 +278,6 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash,
         "engine": "samebits",
+        "stats": asdict(llm.stats()),
         **server.settings,
     })  # fmt: skip

@@ -142,7 +142,8 @@ def row_params(
             raise ValueError(
                 f"stop_token_ids {bad} are out of range; the vocabulary has {model.config.vocab_size} entries"
             )
-        banned = [*(() if params.ignore_eos else eos_token_ids(model)), *params.stop_token_ids]
+        eos = () if params.ignore_eos else eos_token_ids(model.config, model.generation_config)
+        banned = [*eos, *params.stop_token_ids]
         rows.banned = [
             banned if position < params.min_tokens else []
             for prompt, length in zip(prompt_lens, lengths, strict=True)

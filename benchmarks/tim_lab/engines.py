@@ -116,7 +116,7 @@ def to_int8(weight: Tensor) -> Tensor:
 ENGINES: dict[str, Callable[..., Any]] = {
     "exact": LLM,
     "switches off": lambda model, **settings: LLM(model, exact=False, **settings),  # torch's own linears and norms
-    "vLLM": lambda model, dtype, **_: RemoteEngine(VLLM(model, dtype), model),
+    "vLLM": lambda model, dtype, **_: LLM(model, engine=RemoteEngine(VLLM(model, dtype), model)),
     "bf16": lambda model, **settings: LLM(model, **{**settings, "dtype": "bfloat16"}),
     "fp16": lambda model, **settings: LLM(model, **{**settings, "dtype": "float16"}),
     "int8 weights": lambda model, **settings: RoundedWeights(model, to_int8, **settings),

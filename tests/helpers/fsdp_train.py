@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from samebits import SamplingParams
+from samebits import LLM, SamplingParams
 from samebits.integrations import Client, RemoteEngine
 from samebits.trainer import save_weights
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
@@ -30,7 +30,8 @@ def main(job_file: str, out_file: str) -> None:
         return
     llm = None
     if job["engine_url"]:
-        llm = RemoteEngine(Client(job["engine_url"]), config.model, job["sync_dir"])
+        engine = RemoteEngine(Client(job["engine_url"]), config.model, job["sync_dir"])
+        llm = LLM(config.model, engine=engine)
         config = replace(config, engine={})
     trainer = Trainer(config, make_task("arithmetic"), llm)
     gradients, rollouts = [], []

@@ -49,15 +49,15 @@ class Minibatch:
 class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
-    llm: this rank's engine, instead of one made from the configuration: an `LLM`, or the `RemoteEngine` of
-    `samebits.integrations`, in another process. It gets the trainer's weights at once. `load()` resumes.
+    llm: this rank's engine, instead of one made from the configuration; with a `samebits.integrations.RemoteEngine` it
+    is in another process. It gets the trainer's weights at once. `load()` resumes.
     """
 
-    def __init__(self, config: TrainConfig, task: Task, llm: Any = None):
+    def __init__(self, config: TrainConfig, task: Task, llm: LLM | None = None):
         init_process_group(config.device)
         self.config, self.task = config, task
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.llm: Any = llm or LLM(config.model, dtype=config.dtype, device=config.device, **config.engine)
+        self.llm = llm or LLM(config.model, dtype=config.dtype, device=config.device, **config.engine)
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
             self.llm.contract.check(self.contract)

@@ -6,13 +6,12 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engine import SamplingParams
+from ...engine import LLM, SamplingParams
 from ...engine.outputs import Completion, RequestOutput
 from ..fsdp import together
 from .tasks import Problem, Task
@@ -47,7 +46,7 @@ class RolloutWorker:
     Problem and random numbers depend on the group's number alone, so that the number of ranks changes no rollout.
     """
 
-    def __init__(self, llm: Any, task: Task, params: SamplingParams, seed: int, chat: bool = False):
+    def __init__(self, llm: LLM, task: Task, params: SamplingParams, seed: int, chat: bool = False):
         if llm.tokenizer is None:
             raise ValueError(f"training on a task needs a tokenizer, and {llm.path} has none")
         self.llm, self.task, self.params, self.seed, self.chat = llm, task, params, seed, chat

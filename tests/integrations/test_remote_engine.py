@@ -1,0 +1,105 @@
+"""An engine behind HTTP is an `Engine`: `LLM` over it gives what `LLM` in this process gives, as bits."""
+
+import pytest
+import torch
+
+from samebits import LLM, SamplingParams
+from samebits.engine import Engine
+from samebits.integrations import Client, RemoteEngine, ServerError
+from samebits.trainer import exact_model
+
+from helpers.models import make_checkpoint
+from helpers.serving import Serving, served_checkpoint
+
+PROMPTS = [[17, 900, 3, 44], "a text", {"prompt_token_ids": [5, 6, 7]}]
+PARAMS = [
+    SamplingParams(n=2, max_tokens=9, seed=1),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, max_tokens=6, seed=-2, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=4, min_tokens=2, seed=3, prompt_logprobs=2),
+]
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint, tmp_path_factory):
+    return served_checkpoint(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("updated") / "model", "llama", seed=5)
+
+
+@pytest.fixture
+def remote(path):
+    with Serving(path) as server, LLM(path, engine=RemoteEngine(Client(server.url), path)) as llm:
+        yield llm
+
+
+def results(llm):
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    samples = [(c.token_ids, c.logprobs, c.text, c.finish_reason) for o in outputs for c in o.completions]
+    alternatives = outputs[1].completions[0].top_logprobs, outputs[2].prompt_logprobs, outputs[2].prompt_top_logprobs
+    return samples, alternatives
+
+
+def test_it_is_an_engine_and_gives_the_bits_of_one_in_this_process(path, remote):
+    assert isinstance(remote.engine, Engine)
+    local = LLM(path)
+    assert results(remote) == results(local)
+    assert remote.contract.hash == local.contract.hash
+    assert remote.eos_token_ids == local.eos_token_ids
+    assert not remote.has_unfinished_requests()
+
+
+def test_an_unset_seed_is_drawn_here_and_can_be_repeated(remote):
+    request = remote.process([5, 6, 7], SamplingParams(max_tokens=6), "mine")
+    remote.add_request(request)
+    (out,) = remote.step()
+    again = remote.generate([[5, 6, 7]], SamplingParams(max_tokens=6, seed=request.seed), use_tqdm=False)[0]
+    assert out.completions[0].logprobs == again.completions[0].logprobs
+
+
+@pytest.mark.parametrize("kind", ["module", "pairs", "directory"])
+def test_weights_come_from_any_source(path, updated, remote, kind):
+    model = exact_model(updated)
+    source = {"module": model, "pairs": iter(model.state_dict().items()), "directory": updated}[kind]
+    assert remote.update_weights(source, 7) == remote.weight_version == 7
+    new = LLM(path)
+    new.update_weights(updated, 7)
+    assert remote.weight_checksums() == new.weight_checksums()
+    assert results(remote) == results(new)
+
+
+def test_it_sleeps_wakes_and_counts(remote):
+    before = results(remote)
+    assert remote.sleep() > 0
+    assert not remote.ready
+    remote.wake_up()
+    remote.reset_prefix_cache()
+    assert results(remote) == before
+    assert remote.stats().generation_tokens > 0
+    assert remote.stats().weight_version == 0
+
+
+def test_what_the_server_refuses_is_an_error_and_leaves_nothing(path):
+    with (
+        Serving(path, {"max_model_len": 32}) as server,
+        LLM(path, engine=RemoteEngine(Client(server.url), path)) as llm,
+    ):
+        with pytest.raises(ServerError, match="max_model_len 32"):
+            llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+        assert llm.generate([[5] * 4], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_a_request_can_be_aborted_before_the_step(remote):
+    remote.add_request([5, 6], SamplingParams(max_tokens=4), request_id="mine")
+    assert remote.abort("mine")
+    (out,) = remote.take_outputs()
+    assert out.completions[0].finish_reason == "abort"
+    assert not remote.abort("mine")
+
+
+def test_stale_kv_is_the_servers_to_allow(remote):
+    with pytest.raises(ValueError, match="mode=keep"):
+        remote.update_weights([("x", torch.zeros(1))], recompute_running=False)
