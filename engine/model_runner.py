@@ -101,9 +101,10 @@ class Planner:
         sizes = [len(s.block_table) for s in batch.sequences]
         tables = np.fromiter((b for s in batch.sequences for b in s.block_table), np.int32, sum(sizes))
         starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
-        pages = tables[np.repeat(starts, lengths) + positions // size]
-        slots = pages * np.int32(size) + positions % size
-        return ops.PagedLayout(lengths, positions, slots, tables, starts, self.kernels.work_items(lengths, self.group))
+        blocks = tables[np.repeat(starts, lengths) + positions // size]
+        slot_mapping = blocks * np.int32(size) + positions % size
+        items = self.kernels.work_items(lengths, self.group)
+        return ops.PagedLayout(lengths, positions, slot_mapping, tables, starts, items)
 
     def _draws(self, batch: Batch) -> tuple[list[Draw], list[int]]:
         """What to sample and score, and the rows of the hidden states that the draws' `row` counts."""
@@ -169,7 +170,7 @@ class ModelRunner:
         graph_limits: tuple[int, int, int] | None = None,
     ):
         self.model = model
-        model.set_attn_implementation(attention.NAME)  # pages have no other
+        model.set_attn_implementation(attention.NAME)  # a paged cache has no other
         self.num_blocks = num_blocks
         self.kv_caches = self.new_kv_caches(model, num_blocks)
         pack_weights(model)
@@ -209,7 +210,7 @@ class ModelRunner:
         self.kv_caches = self.new_kv_caches(self.model, self.num_blocks)
 
     def release(self) -> None:
-        """Gives what is free back to the device; graphs go, since their KV pages or weights did."""
+        """Gives what is free back to the device; graphs go, since their KV blocks or weights did."""
         if self.graphs is not None:
             self.graphs.clear()
         if self.model.device.type == "cuda":
@@ -269,7 +270,7 @@ class ModelRunner:
         device, config = model.device, model.config
         most = config.max_position_embeddings
         lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
-        layout = ops.PagedLayout.packed(lengths, config.num_attention_heads // config.num_key_value_heads, device)
+        layout = ops.packed_layout(lengths, config.num_attention_heads // config.num_key_value_heads, device)
         name, first = "inputs_embeds", torch.zeros(1, tokens, config.hidden_size, dtype=model.dtype, device=device)
         if model.get_input_embeddings() is not None:
             name, first = "input_ids", torch.zeros(1, tokens, dtype=torch.long, device=device)

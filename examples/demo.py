@@ -1,6 +1,6 @@
 """`make demo`: rollouts by the engine, recomputed by an FSDP2 trainer on two processes, compared as bits.
 
-Then the same with torch's own ops on both sides (but for the engine's attention, since torch has none over pages), to
+Then the same with torch's own ops on both sides (but for the engine's attention, since torch has none over blocks), to
 see the mismatch that this machine has without samebits.
 """
 

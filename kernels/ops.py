@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -19,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .layout import LayoutTensors as LayoutTensors
+from .layout import PagedLayout as PagedLayout
+from .layout import to_device as to_device
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
@@ -193,81 +197,38 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-class LayoutTensors(NamedTuple):
-    """A PagedLayout's arrays on a device, int32."""
+def packed_layout(lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None) -> PagedLayout:
+    """Return the layout of whole sequences, each from position 0, in blocks of its own.
 
-    items: Tensor
-    positions: Tensor
-    slots: Tensor
-    tables: Tensor
-    table_starts: Tensor
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor of a device, by a copy that nobody waits for; on a CPU, the array itself."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-@dataclass
-class PagedLayout:
-    """The sequence and position of each token of a packed batch, and where its KV lives.
-
-    lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slots int32 [T] (page * BLOCK +
-    offset, where each token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the
-    backend. pages: how many a cache for this batch alone needs; None where the cache is somebody else's.
+    group: query heads per KV head. shared: the number of first tokens of each sequence, whole blocks of them, that are
+    those of the sequence before it. Their KV is there already: they are neither in lengths nor in the batch. There is
+    no backward then.
     """
-
-    lengths: list[int]
-    positions: np.ndarray
-    slots: np.ndarray
-    tables: np.ndarray
-    table_starts: np.ndarray
-    items: np.ndarray
-    pages: int | None = None
-    uploaded: LayoutTensors | None = field(default=None, repr=False)
-
-    def on(self, device: torch.device) -> LayoutTensors:
-        """The arrays as int32 tensors of a device: one copy, the first time."""
-        if self.uploaded is None:
-            arrays = self.items, self.positions, self.slots, self.tables, self.table_starts
-            flat = to_device(np.concatenate([a.reshape(-1) for a in arrays]), device)
-            parts = flat.split([a.size for a in arrays])
-            self.uploaded = LayoutTensors(*(p.view(a.shape) for p, a in zip(parts, arrays, strict=True)))
-        return self.uploaded
-
-    @property
-    def longest(self) -> int:
-        """The largest position + 1."""
-        return int(self.positions.max(initial=-1)) + 1
-
-    @classmethod
-    def packed(
-        cls, lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None
-    ) -> PagedLayout:
-        """The layout of whole sequences, each from position 0, in pages of its own.
-
-        shared: the number of first tokens of each sequence, whole pages of them, that are those of the sequence before
-        it. Their KV is there already: they are neither in lengths nor in the batch. There is no backward then.
-        """
-        kernels = backend(device)
-        shared = shared or [0] * len(lengths)
-        tables: list[int] = []
-        starts: list[int] = []
-        pages = 0
-        for length, cached in zip(lengths, shared, strict=True):
-            assert cached % kernels.BLOCK == 0
-            own = -(-length // kernels.BLOCK)
-            above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
-            starts.append(len(tables))
-            tables += [*above, *range(pages, pages + own)]
-            pages += own
-        table, start = np.array(tables, np.int32), np.array(starts, np.int32)
-        positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
-        page, offset = np.divmod(positions, kernels.BLOCK)
-        slots = table[np.repeat(start, lengths) + page] * kernels.BLOCK + offset
-        items = kernels.work_items(lengths, group)
-        return cls(list(lengths), positions, slots.astype(np.int32), table, start, items, pages)
+    kernels = backend(device)
+    shared = shared or [0] * len(lengths)
+    tables: list[int] = []
+    starts: list[int] = []
+    num_blocks = 0
+    for length, cached in zip(lengths, shared, strict=True):
+        assert cached % kernels.BLOCK == 0
+        own = -(-length // kernels.BLOCK)
+        above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
+        starts.append(len(tables))
+        tables += [*above, *range(num_blocks, num_blocks + own)]
+        num_blocks += own
+    block_tables, block_table_starts = np.array(tables, np.int32), np.array(starts, np.int32)
+    positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
+    index, offset = np.divmod(positions, kernels.BLOCK)
+    slot_mapping = block_tables[np.repeat(block_table_starts, lengths) + index] * kernels.BLOCK + offset
+    return PagedLayout(
+        list(lengths),
+        positions,
+        slot_mapping.astype(np.int32),
+        block_tables,
+        block_table_starts,
+        kernels.work_items(lengths, group),
+        num_blocks,
+    )
 
 
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
@@ -284,18 +245,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, window):
         kernels = backend(q.device)
-        assert layout.pages is not None, "this layout is of a batch in an engine's cache"
-        cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype, k.device)
+        assert layout.num_blocks is not None, "this layout is of a batch in an engine's cache"
+        cache = kernels.new_kv_cache(layout.num_blocks, k.shape[1], k.shape[2], k.dtype, k.device)
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lengths, ctx.scale, ctx.window = layout.lengths, scale, window
-        ctx.shared = len(layout.tables) != layout.pages
+        ctx.shared = len(layout.block_tables) != layout.num_blocks
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        assert not ctx.shared, "pages that sequences share have no backward"
+        assert not ctx.shared, "blocks that sequences share have no backward"
         saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
         grads = backend(grad.device).attention_backward(*saved, grad, ctx.lengths, ctx.scale, ctx.window)
         return *grads, None, None, None

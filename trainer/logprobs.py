@@ -49,7 +49,7 @@ def token_logprobs(
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.PagedLayout.packed(lengths, group, model.device)
+    layout = ops.packed_layout(lengths, group, model.device)
     ends = torch.tensor(lengths).cumsum(0) - 1
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[ends] = False

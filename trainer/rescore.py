@@ -122,7 +122,7 @@ def _packed(model, pairs: list[Pair], shared: list[int]) -> _Batch:
     ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
     index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.PagedLayout.packed(lengths, group, model.device, shared)
+    layout = ops.packed_layout(lengths, group, model.device, shared)
     return _Batch(ids.to(model.device), counts, index.to(model.device), layout)
 
 

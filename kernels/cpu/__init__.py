@@ -1,12 +1,12 @@
 """The CPU backend behind `samebits.kernels.ops`: fp32 arithmetic on fp32, bf16 or fp16 storage."""
 
 import platform
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..layout import PagedLayout
 from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
@@ -46,8 +46,8 @@ def trees(device: torch.device) -> dict[str, str]:
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long."""
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
-    cache = new_kv_cache(1, 1, 16, dtype)
-    layout = SimpleNamespace(slots=zeros, items=work_items([1], 1), positions=zeros, tables=zeros, table_starts=zeros)
+    cache = new_kv_cache(1, 1, 16, dtype, device)
+    layout = PagedLayout([1], zeros, zeros, zeros, zeros, work_items([1], 1))
     kv, stored = torch.zeros(1, 1, 16, dtype=dtype), x.to(dtype)
     one = np.ones(1)
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]

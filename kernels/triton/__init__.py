@@ -112,14 +112,14 @@ def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
-    _paged.write_kv(k, v, layout.on(k.device).slots, k_cache, v_cache)
+    _paged.write_kv(k, v, layout.on(k.device).slot_mapping, k_cache, v_cache)
 
 
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
     """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads]."""
     at = layout.on(q.device)
     small = _paged.small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
-    where = at.items, at.positions, at.tables, at.table_starts
+    where = at.items, at.positions, at.block_tables, at.block_table_starts
     return _paged.attention(
         q, k_cache, v_cache, *where, scale, window, len(small), max(small, default=0), layout.longest
     )

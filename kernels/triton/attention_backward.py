@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import to_device
+from ..layout import to_device
 from .attention import padded_width
 from .launch import launch, multiprocessors, shared_memory
 
@@ -54,12 +54,12 @@ def _query_tile(q, grad, lse, delta, row, end, h, heads, DIM: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["window"])
 def _grad_q(
-    q, k, v, grad, lse, delta, out, blocks, heads, kv_heads, scale, window,
+    q, k, v, grad, lse, delta, out, tiles, heads, kv_heads, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of a head; keys ascending. blocks [n, 3]: first token, the sequence's first and end."""
-    block, h = tl.program_id(0), tl.program_id(1)
-    first, start, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1), tl.load(blocks + 3 * block + 2)
+    """One tile of queries of a head; keys ascending. tiles [n, 3]: first token, the sequence's first and end."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    first, start, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     kv_head = h // (heads // kv_heads)
     row = first + tl.arange(0, TILE)
     queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
@@ -80,12 +80,12 @@ def _grad_q(
 
 @triton.jit(do_not_specialize=["window"])
 def _grad_kv(
-    q, k, v, grad, lse, delta, out_k, out_v, blocks, heads, kv_heads, scale, window,
+    q, k, v, grad, lse, delta, out_k, out_v, tiles, heads, kv_heads, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of a KV head; the group's heads, then queries ascending: no atomics, one order."""
-    block, kv_head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 2)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 2)
     group = heads // kv_heads
     column = first + tl.arange(0, TILE)
     column_mask = column < end
@@ -118,18 +118,18 @@ def _triton_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: flo
     wide, width = q.element_size() == 4, padded_width(dim)
     tile = 64 if not wide else 32 if width <= 64 else 16
     ends = np.cumsum(lengths)
-    blocks = np.array(
+    tiles = np.array(
         [(first, end - n, end) for n, end in zip(lengths, ends, strict=True) for first in range(end - n, end, tile)],
         np.int32,
     ).reshape(-1, 3)
-    where = to_device(blocks, q.device)
+    where = to_device(tiles, q.device)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     common = (where, heads, kv_heads, scale, window)
     stages = 2 if shared_memory(q.device) >= 160_000 else 1
     warps = 8 if width > 64 or wide else 4
     shape: dict = dict(DIM=dim, BLOCK_D=width, TILE=tile, num_warps=warps, num_stages=stages)
-    launch(_grad_q, (len(blocks), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
-    launch(_grad_kv, (len(blocks), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
+    launch(_grad_q, (len(tiles), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
+    launch(_grad_kv, (len(tiles), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
     return grads
 
 

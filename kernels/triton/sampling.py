@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import to_device
+from ..layout import to_device
 from .launch import aligned, launch
 
 _PART = 4096

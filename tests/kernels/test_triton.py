@@ -90,15 +90,15 @@ def test_arrival_counters_are_left_at_zero():
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
-    """q, k, v of packed sequences, and their keys and values in scattered pages of a cache full of NaN."""
+    """q, k, v of packed sequences, and their keys and values in scattered blocks of a cache full of NaN."""
     torch.manual_seed(0)
     total = sum(lengths)
     q, k, v = (torch.randn(total, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
-    layout = ops.PagedLayout.packed(lengths, heads // kv_heads, torch.device("cpu"))
-    shuffle = np.random.default_rng(0).permutation(layout.pages).astype(np.int32)
-    layout.tables = shuffle[layout.tables]
-    layout.slots = shuffle[layout.slots // paged.BLOCK] * paged.BLOCK + layout.slots % paged.BLOCK
-    cache = kernels.new_kv_cache(layout.pages, kv_heads, dim, dtype, torch.device("cpu"))
+    layout = ops.packed_layout(lengths, heads // kv_heads, torch.device("cpu"))
+    shuffle = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int32)
+    layout.block_tables = shuffle[layout.block_tables]
+    layout.slot_mapping = shuffle[layout.slot_mapping // paged.BLOCK] * paged.BLOCK + layout.slot_mapping % paged.BLOCK
+    cache = kernels.new_kv_cache(layout.num_blocks, kv_heads, dim, dtype, torch.device("cpu"))
     for part in cache:
         part.fill_(math.nan)
     return q, k, v, cache, layout
@@ -131,10 +131,10 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
     exact = reference_attention(q.double(), k.double(), v.double(), lengths, scale, window)
     assert error(out, exact, exact.abs().max()) < 1e-6 + 2 * ROUNDING[dtype]
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    tables = torch.from_numpy(layout.tables)
+    tables = torch.from_numpy(layout.block_tables)
     for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
         one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
-        start = torch.from_numpy(layout.table_starts[sequence[token]][None])
+        start = torch.from_numpy(layout.block_table_starts[sequence[token]][None])
         alone = paged.attention(
             q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
         )
