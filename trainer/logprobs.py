@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
-from ..model.exact import LMHead, LogprobRequest, Scores, eos_token_ids
+from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 
 
 def token_logprobs(
@@ -69,15 +69,15 @@ def token_logprobs(
         chunk or ops.backend(model.device).LOGIT_ROWS,
     )
     spread = (values.new_zeros(len(ids)).scatter(0, (index + 1).to(values.device), values) for values in found)
-    logprobs, entropies, best = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
-    extras = [entropies] * return_entropy + [best] * return_argmax
-    return (logprobs, *extras) if extras else logprobs
+    shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
+    extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
+    return (shaped.logprob, *extras) if extras else shaped.logprob
 
 
 def score_packed(
     forward: Callable, ids: Tensor, index: Tensor, layout: ops.PagedLayout, params: ops.RowParams, chunk: int
-) -> Scores:
-    """Return the `Scores` of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
+) -> ops.TokenLogprobs:
+    """Return the log-probs of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
     index = index.to(ids.device)
     return forward(
         input_ids=ids[None],

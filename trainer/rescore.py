@@ -39,8 +39,8 @@ def rescore(
         prompts = [length - count for length, count in zip(batch.layout.lengths, batch.counts, strict=True)]
         rows = row_params(model, params, batch.layout.lengths, prompts, batch.index)
         chunk = max(1, _LOGITS // model.config.vocab_size)
-        logprobs, _, best = score_packed(model, batch.ids, batch.index, batch.layout, rows, chunk)
-        yield from zip(logprobs.cpu().split(batch.counts), best.cpu().split(batch.counts), strict=True)
+        found = score_packed(model, batch.ids, batch.index, batch.layout, rows, chunk)
+        yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
 
 
 @torch.no_grad()

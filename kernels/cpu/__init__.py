@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from ..layout import PagedLayout
-from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
+from .attention import BLOCK, attention, new_kv_cache, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -27,12 +27,12 @@ GRAPHS = False  # can a step be recorded and replayed?
 LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
 
 
-def check(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Accept the device: any CPU will do."""
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """The fields of the numerics contract that these kernels decide."""
+    """Return the fields of the numerics contract that these kernels decide."""
     return {
         "linear": "bias, then fp32 fma over ascending K",
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
@@ -64,7 +64,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
     )
-    for call in tqdm(calls, desc="Compiling kernels (once a machine)", unit="kernel", delay=2):
+    for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
 
 
@@ -76,7 +76,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_backward",
-    "check",
+    "check_device",
     "gated_activation",
     "gated_activation_backward",
     "gradient_product",
@@ -92,6 +92,7 @@ __all__ = [
     "rotary_tables",
     "sample",
     "storage",
+    "tile_tokens",
     "trees",
     "warm_up",
     "work_items",

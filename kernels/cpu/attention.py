@@ -11,11 +11,13 @@ A masked key has weight 0 and leaves its row as it was, so rows of any positions
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numba import float32, prange
 
+from ..layout import PagedLayout
 from .elementwise import exp
 from .jit import inline, own_storage, parallel
 from .simd import LANES, fma, matmul_one, matmul_two
@@ -27,13 +29,13 @@ _ZERO, _ONE = float32(0.0), float32(1.0)
 
 
 def padded_dim(head_dim: int) -> int:
-    """Width of a value row in the cache: whole vectors on every CPU."""
+    """Return the width of a value row in the cache: whole vectors on every CPU."""
     return -(-head_dim // 16) * 16
 
 
 @inline
 def _product(a, b, depth, c, rows, following):
-    """c[:rows] += a[:rows, :depth] @ b[:depth]. following: what is read next, to fetch it meanwhile."""
+    """Add a[:rows, :depth] @ b[:depth] to c[:rows]. following: what is read next, to fetch it meanwhile."""
     columns, ahead = b.shape[1], following.ctypes.data
     j = 0
     while columns - j >= 2 * LANES:
@@ -46,7 +48,7 @@ def _product(a, b, depth, c, rows, following):
 
 @inline
 def _softmax_step(s, tree, low, high, scale, m, l):
-    """Scores -> weights relative to the new maximum. Returns (maximum, sum, factor for what came before)."""
+    """Turn scores into weights relative to the new maximum; return (maximum, sum, factor for what came before)."""
     for j in range(BLOCK):
         s[j] = s[j] * scale if low <= j < high else _MASKED
     for j in range(BLOCK // 2):
@@ -140,15 +142,25 @@ def new_kv_cache(
     return k_cache, v_cache
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, layout: PagedLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's slots in the cache."""
     keys, values, *caches = map(own_storage, (k.contiguous(), v.contiguous(), k_cache, v_cache))
     _write_kv(keys, values, layout.slot_mapping, *caches)
 
 
-def work_items(lengths, group: int) -> np.ndarray:
-    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys."""
-    step = max(1, QUERY_ROWS // group)
+def tile_tokens(group: int) -> int:
+    """Return the query tokens that share a pass over the keys."""
+    return max(1, QUERY_ROWS // group)
+
+
+def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+    """Return rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys.
+
+    item_tokens: the tokens of a run; None takes `tile_tokens`.
+    """
+    step = item_tokens or tile_tokens(group)
     rows, first = [], 0
     for sequence, length in enumerate(lengths):
         rows += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
@@ -156,8 +168,10 @@ def work_items(lengths, group: int) -> np.ndarray:
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
-    """Attention of q [T, heads, head_dim] over the cache: out fp32, of q's shape, and log-sum-exp fp32 [T, heads].
+def attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention over the cache, fp32 of q's shape [T, heads, D], and log-sum-exp fp32 [T, heads].
 
     window: keys a row sees, itself included; 0 is all.
     """

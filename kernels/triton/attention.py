@@ -35,7 +35,7 @@ _MASKED = tl.constexpr(-3.0e38)  # finite: two of them differ by 0
 
 @triton.jit
 def _merge(m, l, o, m_new, l_new, o_new):
-    """Joins two partial softmaxes. m: maximum, base 2; l: sum of weights; o: weighted values, all [rows, ...]."""
+    """Join two partial softmaxes. m: maximum, base 2; l: sum of weights; o: weighted values, all [rows, ...]."""
     most = tl.maximum(m, m_new)
     a, b = tl.exp2(m - most), tl.exp2(m_new - most)
     return most, l * a + l_new * b, o * a[:, None] + o_new * b[:, None]
@@ -46,7 +46,7 @@ def _segment(
     q, k_cache, v_cache, block_table, head, kv_heads, here, last, begin, end, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of rows at positions `here` over key blocks [begin, end). l comes in 16 equal columns."""
+    """Return the partial softmax of rows at positions `here` over key blocks [begin, end). l has 16 equal columns."""
     d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     inside = d < DIM
     ones = tl.full((BLOCK, 16), 1.0, tl.float32).to(v_cache.dtype.element_ty)
@@ -136,7 +136,7 @@ def _merge_segments(
     items, positions, out, lse, parts, heads, kv_heads, rows, segments, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Merges one row's segments, ascending."""
+    """Merge one row's segments, ascending."""
     item, head, row = tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
     first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
     group = heads // kv_heads
@@ -174,7 +174,7 @@ def _write_kv(
 
 
 def padded_width(dim: int) -> int:
-    """The width of a block that holds a head: a power of two, at least 16."""
+    """Return the width of a tile that holds a head: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -192,7 +192,7 @@ def new_kv_cache(
 
 
 def _rows_dense(t: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] whose heads lie side by side; the stride from token to token is free."""
+    """Return [T, heads, D] whose heads lie side by side; the stride from token to token is free."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
@@ -210,19 +210,19 @@ def write_kv(k, v, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: t
 
 
 def tile_tokens(group: int) -> int:
-    """Query tokens of the smallest tile."""
+    """Return the query tokens that fit the smallest tile."""
     return max(1, (_SMALL_ROWS if group <= _SMALL_ROWS else _LARGE_ROWS) // group)
 
 
-def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> np.ndarray:
-    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a tile; small ones first.
+def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+    """Return rows (first token, tokens, sequence), int32 [n, 3]: query tokens that share a tile; small ones first.
 
-    most: tokens of a run; None fits them to the tiles.
+    item_tokens: the tokens of an item; None fits them to the tiles.
     """
     small, large, first = [], [], 0
-    step = most or max(1, _LARGE_ROWS // group)
+    step = item_tokens or max(1, _LARGE_ROWS // group)
     for sequence, length in enumerate(lengths):
-        if most is None and length * group <= _SMALL_ROWS:
+        if item_tokens is None and length * group <= _SMALL_ROWS:
             small.append((first, length, sequence))
         else:
             large += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
@@ -231,12 +231,12 @@ def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> n
 
 
 def small_lengths(lengths: Sequence[int], group: int) -> list[int]:
-    """Tokens of the small ones among the first `work_items`."""
+    """Return the tokens of the small ones among the first `work_items`."""
     return [length for length in lengths if length * group <= _SMALL_ROWS]
 
 
 def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -> int:
-    """Programs that share a small item's segments: a schedule."""
+    """Return the number of programs that share a small item's segments: a schedule."""
     return max(1, min(segments, -(-2 * multiprocessors(device) // (items * kv_heads))))
 
 
@@ -245,12 +245,11 @@ def attention(
     items: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, block_table_starts: torch.Tensor,
     scale: float, window: int, small: int, small_tokens: int, longest: int, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads].
+    """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads].
 
     items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; block j of
     sequence i is block_tables[block_table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest:
-    positions are below it.
-    splits: the schedule of small items; None chooses.
+    positions are below it. splits: the schedule of small items; None chooses.
     """
     q = q if q.stride(2) == 1 else q.contiguous()
     tokens, heads, dim = q.shape
