@@ -2,11 +2,12 @@
 
 A backend is a package that has the names of `Backend`: `kernels/cpu`, `kernels/triton`. What all of them promise:
 
-- Tensors are on the backend's device, or on the CPU where it is said. Arrays are numpy's, on the host.
+- Tensors are on the backend's device, arrays are numpy's, on the host.
 - The storage dtype is fp32, bf16 or fp16. A forward function computes in fp32 and rounds each result once, to nearest
-  even. (Where "fp64" is said, in fp64.)
-- A row of a forward function's result depends on that row's arguments and on weights alone, as bits: its tree is a
-  function of the model's shape, dtype and device. `trees` names it, and the numerics contract holds the name.
+  even, to the dtype that its docstring gives.
+- The bits of a row of a forward function's result depend on that row's arguments (for attention: its sequence's keys
+  and values, too) and on weights alone. Its tree is a function of the model's shape, dtype and device; `trees` names
+  it, and the numerics contract holds the name.
 - A backward function gives the same bits from run to run, but they may depend on the batch.
 - No function writes into an argument unless its docstring says so, and none records anything for autograd.
 """
