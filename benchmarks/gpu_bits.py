@@ -147,8 +147,8 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
     for (name, dtype), window in itertools.product(DTYPES.items(), (0, 700) if total > 100 else (0,)):
         torch.manual_seed(0)
         q, k, v = (torch.randn(total, h, dim).to(device, dtype) for h in (heads, kv_heads, kv_heads))
-        layout = ops.PagedLayout.packed(lengths, heads // kv_heads, device)
-        cache = paged.new_kv_cache(layout.pages, kv_heads, dim, dtype, device)
+        layout = ops.packed_layout(lengths, heads // kv_heads, device)
+        cache = paged.new_kv_cache(layout.num_blocks, kv_heads, dim, dtype, device)
         for tensor in cache:
             tensor.fill_(float("nan"))
         out, lse = ops.paged_attention(q, k, v, cache, layout, dim**-0.5, window)
@@ -157,8 +157,8 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
         one = torch.tensor([[0, 1, 0]], dtype=torch.int32, device=device)
         for token, splits in itertools.product([*range(0, total, total // steps), total - 1], (1, 2, 3, 7)):
             found = paged.attention(
-                q[token : token + 1], *cache, one, at.positions[token : token + 1], at.tables,
-                at.table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
+                q[token : token + 1], *cache, one, at.positions[token : token + 1], at.block_tables,
+                at.block_table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
             )  # fmt: skip
             report["compared"] += 1
             if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):

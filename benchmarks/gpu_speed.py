@@ -106,12 +106,12 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     found = []
     for context, batch in itertools.product(contexts, batches):
-        pages = batch * (context // block + 1)
-        if pages * block * token > kv_bytes:
+        num_blocks = batch * (context // block + 1)
+        if num_blocks * block * token > kv_bytes:
             continue
         row: dict[str, Any] = {"batch": batch, "context": context}
         for kind, runner in runners.items():
-            runner.num_blocks = pages
+            runner.num_blocks = num_blocks
             runner.take_kv_cache()
             for tensor in itertools.chain(*runner.kv_caches):
                 tensor.zero_()  # or NaN may cut sampling short

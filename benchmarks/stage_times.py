@@ -16,13 +16,14 @@ from samebits.kernels import ops
 def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7) -> float:
     """Median time of a decode step of `seqs` sequences, of `context` tokens each, in a stage that isn't the first."""
     model, config, kernels = runner.model, runner.model.config, ops.backend(runner.model.device)
-    pages = context // kernels.BLOCK + 1
+    blocks = context // kernels.BLOCK + 1
     positions = np.full(seqs, context, np.int32)
-    tables = np.arange(seqs * pages, dtype=np.int32)
-    starts = tables[::pages].copy()
-    slots = tables[starts + context // kernels.BLOCK] * np.int32(kernels.BLOCK) + positions % np.int32(kernels.BLOCK)
+    tables = np.arange(seqs * blocks, dtype=np.int32)
+    starts = tables[::blocks].copy()
+    size = np.int32(kernels.BLOCK)
+    slot_mapping = tables[starts + context // kernels.BLOCK] * size + positions % size
     items = kernels.work_items([1] * seqs, config.num_attention_heads // config.num_key_value_heads)
-    layout = ops.PagedLayout([1] * seqs, positions, slots, tables, starts, items)
+    layout = ops.PagedLayout([1] * seqs, positions, slot_mapping, tables, starts, items)
     none = np.zeros(seqs, np.int64)
     plan = Plan(
         none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,

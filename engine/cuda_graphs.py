@@ -38,8 +38,8 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: An
 class _Bucket:
     """A graph of `size` tokens and its inputs.
 
-    given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slots, table
-    starts (`size` each), items (3 * size), block tables.
+    given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slot
+    mapping, block table starts (`size` each), items (3 * size), block tables.
     """
 
     size: int
@@ -81,7 +81,7 @@ class StepGraphs:
         return len(layout.positions) <= max(self.sizes, default=0)
 
     def clear(self) -> None:
-        """Forgets all graphs, and frees their memory: KV pages or weights move."""
+        """Forgets all graphs, and frees their memory: KV blocks or weights move."""
         self._buckets.clear()
         self._pool = None
 
@@ -107,13 +107,13 @@ class StepGraphs:
     def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, tokens: int) -> None:
         size, count, sequences = bucket.size, len(layout.positions), len(layout.lengths)
         items = layout.items if sequences == count else self._kernels.work_items(layout.lengths, self._group, tokens)
-        host = np.zeros(6 * size + layout.tables.size, np.int32)
+        host = np.zeros(6 * size + layout.block_tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
-        columns[:2, :count] = layout.positions, layout.slots
+        columns[:2, :count] = layout.positions, layout.slot_mapping
         columns[1, count:] = -1  # no slot: nothing is written
-        columns[2, :sequences] = layout.table_starts
+        columns[2, :sequences] = layout.block_table_starts
         host[3 * size : 3 * size + items.size] = items.reshape(-1)  # the others have 0 tokens
-        host[6 * size :] = layout.tables
+        host[6 * size :] = layout.block_tables
         bucket.numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
     def _capture(self, size: int, tokens: int, given: Tensor) -> _Bucket:
@@ -121,14 +121,14 @@ class StepGraphs:
         given = given.new_zeros((size, *given.shape[1:]))
         numbers = torch.zeros(6 * size + size * self._blocks, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1
-        positions, slots, starts = numbers[: 3 * size].view(3, size).unbind()
+        positions, slot_mapping, starts = numbers[: 3 * size].view(3, size).unbind()
         items, tables = numbers[3 * size : 6 * size].view(size, 3), numbers[6 * size :]
         layout = ops.PagedLayout(
             [tokens] * size,  # the host sees the longest that may come
             np.full(size, self._longest - 1, np.int32),
             *(np.empty(0, np.int32),) * 3,
             self._kernels.work_items([tokens] * size, self._group),
-            uploaded=ops.LayoutTensors(items, positions, slots, tables, starts),
+            uploaded=ops.LayoutTensors(items, positions, slot_mapping, tables, starts),
         )
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()

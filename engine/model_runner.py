@@ -118,7 +118,7 @@ class ModelRunner:
         device, config = model.device, model.config
         most = config.max_position_embeddings
         lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
-        layout = ops.PagedLayout.packed(lengths, config.num_attention_heads // config.num_key_value_heads, device)
+        layout = ops.packed_layout(lengths, config.num_attention_heads // config.num_key_value_heads, device)
         name, first = "inputs_embeds", torch.zeros(1, tokens, config.hidden_size, dtype=model.dtype, device=device)
         if model.get_input_embeddings() is not None:
             name, first = "input_ids", torch.zeros(1, tokens, dtype=torch.long, device=device)

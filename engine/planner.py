@@ -47,16 +47,16 @@ class Planner:
     def _layout(self, batch: Batch) -> ops.PagedLayout:
         size = self.kernels.BLOCK
         lengths = [seq.num_scheduled_tokens for seq in batch.sequences]
-        starts = [seq.num_cached_tokens for seq in batch.sequences]
-        ranges = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths, strict=True)]
+        cached = [seq.num_cached_tokens for seq in batch.sequences]
+        ranges = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(cached, lengths, strict=True)]
         positions = np.concatenate(ranges)
         sizes = [len(seq.block_table) for seq in batch.sequences]
-        tables = np.fromiter(chain.from_iterable(s.block_table for s in batch.sequences), np.int32, sum(sizes))
-        table_starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
-        blocks = tables[np.repeat(table_starts, lengths) + positions // size]
-        slots = blocks * np.int32(size) + positions % size
+        block_tables = np.fromiter(chain.from_iterable(s.block_table for s in batch.sequences), np.int32, sum(sizes))
+        starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
+        blocks = block_tables[np.repeat(starts, lengths) + positions // size]
+        slot_mapping = blocks * np.int32(size) + positions % size
         items = self.kernels.work_items(lengths, self.group)
-        return ops.PagedLayout(lengths, positions, slots, tables, table_starts, items)
+        return ops.PagedLayout(lengths, positions, slot_mapping, block_tables, starts, items)
 
 
 def _logits_rows(batch: Batch) -> list[LogitsRow]:

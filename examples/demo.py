@@ -1,7 +1,7 @@
 """`make demo`: rollouts by the engine, recomputed by an FSDP2 trainer on two processes, compared as bits.
 
-Then the same with torch's own ops on both sides (but for the engine's attention, since torch has none over pages), to
-see the mismatch that this machine has without samebits.
+Then the same with torch's own ops on both sides (but for the engine's attention, since torch has none over a
+paged cache), to see the mismatch that this machine has without samebits.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Contract:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device) -> Contract:
-        """The contract of this machine for a model of `dtype` on `device`."""
+        """Return the contract of this machine for a model of `dtype` on `device`."""
         import transformers
 
         return cls(
@@ -49,6 +49,7 @@ class Contract:
             filters="top-k, top-p, min-p in this order as thresholds; ties kept",
             rounding="each op computes in fp32 and rounds once to the storage dtype; logits are not rounded",
             transformers=".".join(transformers.__version__.split(".")[:2]),
+            version=cls.version,
             **ops.backend(device).trees(device),
         )
 
@@ -76,7 +77,7 @@ def _cpu_name() -> str:
 
 
 def _row_stable(run, x: torch.Tensor) -> bool:
-    """Are the rows of run(x) the same bits alone, in every small batch and on one thread?"""
+    """Return whether the rows of run(x) are the same bits alone, in every small batch and on one thread."""
     whole = run(x)
     threads = torch.get_num_threads()
     try:

@@ -1,18 +1,17 @@
 """The ops that decide a bit, as differentiable functions on tensors of any supported dtype.
 
 This file holds what is common to all backends: autograd, and the log-probs' backward pass, plain tensor code. A backend
-(`kernels/cpu`, `kernels/triton`) supplies the kernels under the same names: they take the storage dtype, compute in
-fp32 and round once. Callers never see which one runs.
+(`kernels/cpu`, `kernels/triton`) supplies the kernels, behind the border that `kernels/backend.py` states. Callers
+never see which one runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,18 +19,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import Backend
+from .backend import Sampled as Sampled
+from .backend import Scores as Scores
+from .layout import LayoutTensors as LayoutTensors
+from .layout import PagedLayout as PagedLayout
+from .layout import to_device as to_device
+
+if TYPE_CHECKING:  # both keep the border's contract
+    from . import cpu, triton
+
+    _CPU: Backend = cpu
+    _TRITON: Backend = triton
+
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 
 
 def _apply(function: type[torch.autograd.Function], *args):
-    """function.apply, or its forward alone where nothing is recorded: `apply` costs as much as a small kernel."""
+    """Call function.apply, or its forward alone where nothing is recorded: `apply` costs as much as a small kernel."""
     return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoContext(), *args)
 
 
 class _NoContext:
-    """Stands in for autograd's context: what a forward saves goes nowhere."""
+    """A stand-in for autograd's context: what a forward saves goes nowhere."""
 
     def save_for_backward(self, *tensors):
         pass
@@ -41,14 +53,16 @@ class _NoContext:
 
 
 @cache
-def backend(device: torch.device) -> ModuleType:
-    """The kernels for a device. Raises NotImplementedError where there are none, RuntimeError with what is missing
-    where they can't run."""
+def backend(device: torch.device) -> Backend:
+    """Return the kernels for a device.
+
+    Raises NotImplementedError where there are none, RuntimeError with what is missing where they can't run.
+    """
     if device.type not in BACKENDS:
         raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
-    module = importlib.import_module(f".{BACKENDS[device.type]}", __package__)
-    module.check(device)
-    return module
+    kernels = cast(Backend, importlib.import_module(f".{BACKENDS[device.type]}", __package__))
+    kernels.check_device(device)
+    return kernels
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -66,7 +80,7 @@ class PackedWeight:
 
     @classmethod
     def pack(cls, weight: Tensor, reuse: PackedWeight | None = None) -> PackedWeight:
-        """The weight, packed.
+        """Pack a weight.
 
         reuse: a packed weight of the same shape and dtype that nobody needs any more; its memory is taken.
         """
@@ -74,14 +88,14 @@ class PackedWeight:
         return cls(backend(weight.device).pack(weight.detach(), panels), weight.shape[0])
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight, [*index.shape, depth]."""
+        """Return rows of the weight, [*index.shape, depth]; index int64."""
         return backend(self.panels.device).packed_rows(self.panels, index)
 
 
 def _product(
     x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, exact: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """x [rows, depth] -> [rows, features], rounded once to `dtype`."""
+    """Return the product of x [rows, depth] and a weight, [rows, features], rounded once to `dtype`."""
     x = x.detach()
     bias = None if bias is None else bias.detach()
     if isinstance(weight, PackedWeight):
@@ -122,7 +136,7 @@ def linear(
     dtype: torch.dtype | None = None,
     exact: bool = True,
 ) -> Tensor:
-    """x [..., depth] @ weight[features, depth].T + bias in `dtype` (None: x's): fp32 accumulation, one rounding.
+    """Return x [..., depth] @ weight[features, depth].T + bias in `dtype` (None: x's): fp32 sums, one rounding.
 
     exact=False: torch's product, whose bits depend on the batch, for comparisons.
     """
@@ -135,7 +149,7 @@ def linear(
 
 
 def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None]) -> list[Tensor]:
-    """`linear` of one x with each of up to three packed weights, in one launch: the same bits. For rollout only."""
+    """Return `linear` of x and each of up to three packed weights, by one launch: the same bits. For rollout only."""
     rows = x.detach().reshape(-1, x.shape[-1])
     packed = [(w.memory, w.features, None if b is None else b.detach()) for w, b in zip(weights, biases, strict=True)]
     outs = backend(x.device).linear_packed(rows, packed, x.dtype)
@@ -160,7 +174,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
+    """Return RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
     return _apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
@@ -179,13 +193,16 @@ class _GatedActivation(torch.autograd.Function):
 
 
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """activation(gate) * up, e.g. SwiGLU (Shazeer, 2020); fp32 inside, one rounding. `name` is HF's `hidden_act`."""
+    """Return activation(gate) * up, e.g. SwiGLU (Shazeer, 2020); fp32 inside, one rounding.
+
+    `name` is HF's `hidden_act`, one of the backend's ACTIVATIONS.
+    """
     width = gate.shape[-1]
     return _apply(_GatedActivation, gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """cos, sin fp32 [*positions.shape, 2 F] for RoPE (Su et al., 2021) from inv_freq fp32 [F]."""
+    """Return cos and sin, fp32 [*positions.shape, 2 F], for RoPE (Su et al., 2021) from inv_freq fp32 [F]."""
     tables = backend(positions.device).rotary_tables(positions.reshape(-1), inv_freq, scaling)
     return tuple(t.view(*positions.shape, -1) for t in tables)  # type: ignore[return-value]
 
@@ -193,87 +210,44 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-class LayoutTensors(NamedTuple):
-    """A PagedLayout's arrays on a device, int32."""
+def packed_layout(lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None) -> PagedLayout:
+    """Return the layout of whole sequences, each from position 0, in blocks of its own.
 
-    items: Tensor
-    positions: Tensor
-    slots: Tensor
-    tables: Tensor
-    table_starts: Tensor
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor of a device, by a copy that nobody waits for; on a CPU, the array itself."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-@dataclass
-class PagedLayout:
-    """The sequence and position of each token of a packed batch, and where its KV lives.
-
-    lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slots int32 [T] (page * BLOCK +
-    offset, where each token's key and value go); page j of sequence i is tables[table_starts[i] + j]; items: see the
-    backend. pages: how many a cache for this batch alone needs; None where the cache is somebody else's.
+    group: query heads per KV head. shared: the number of first tokens of each sequence, whole blocks of them, that are
+    those of the sequence before it. Their KV is there already: they are neither in lengths nor in the batch. There is
+    no backward then.
     """
-
-    lengths: list[int]
-    positions: np.ndarray
-    slots: np.ndarray
-    tables: np.ndarray
-    table_starts: np.ndarray
-    items: np.ndarray
-    pages: int | None = None
-    uploaded: LayoutTensors | None = field(default=None, repr=False)
-
-    def on(self, device: torch.device) -> LayoutTensors:
-        """The arrays as int32 tensors of a device: one copy, the first time."""
-        if self.uploaded is None:
-            arrays = self.items, self.positions, self.slots, self.tables, self.table_starts
-            flat = to_device(np.concatenate([a.reshape(-1) for a in arrays]), device)
-            parts = flat.split([a.size for a in arrays])
-            self.uploaded = LayoutTensors(*(p.view(a.shape) for p, a in zip(parts, arrays, strict=True)))
-        return self.uploaded
-
-    @property
-    def longest(self) -> int:
-        """The largest position + 1."""
-        return int(self.positions.max(initial=-1)) + 1
-
-    @classmethod
-    def packed(
-        cls, lengths: list[int], group: int, device: torch.device, shared: list[int] | None = None
-    ) -> PagedLayout:
-        """The layout of whole sequences, each from position 0, in pages of its own.
-
-        shared: the number of first tokens of each sequence, whole pages of them, that are those of the sequence before
-        it. Their KV is there already: they are neither in lengths nor in the batch. There is no backward then.
-        """
-        kernels = backend(device)
-        shared = shared or [0] * len(lengths)
-        tables: list[int] = []
-        starts: list[int] = []
-        pages = 0
-        for length, cached in zip(lengths, shared, strict=True):
-            assert cached % kernels.BLOCK == 0
-            own = -(-length // kernels.BLOCK)
-            above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
-            starts.append(len(tables))
-            tables += [*above, *range(pages, pages + own)]
-            pages += own
-        table, start = np.array(tables, np.int32), np.array(starts, np.int32)
-        positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
-        page, offset = np.divmod(positions, kernels.BLOCK)
-        slots = table[np.repeat(start, lengths) + page] * kernels.BLOCK + offset
-        items = kernels.work_items(lengths, group)
-        return cls(list(lengths), positions, slots.astype(np.int32), table, start, items, pages)
+    kernels = backend(device)
+    shared = shared or [0] * len(lengths)
+    tables: list[int] = []
+    starts: list[int] = []
+    num_blocks = 0
+    for length, cached in zip(lengths, shared, strict=True):
+        assert cached % kernels.BLOCK == 0
+        own = -(-length // kernels.BLOCK)
+        above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
+        starts.append(len(tables))
+        tables += [*above, *range(num_blocks, num_blocks + own)]
+        num_blocks += own
+    block_tables, block_table_starts = np.array(tables, np.int32), np.array(starts, np.int32)
+    positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
+    index, offset = np.divmod(positions, kernels.BLOCK)
+    slot_mapping = block_tables[np.repeat(block_table_starts, lengths) + index] * kernels.BLOCK + offset
+    return PagedLayout(
+        list(lengths),
+        positions,
+        slot_mapping.astype(np.int32),
+        block_tables,
+        block_table_starts,
+        kernels.work_items(lengths, group),
+        num_blocks,
+    )
 
 
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
-    """Write k, v [T, kv_heads, D] to the cache, and attend with q [T, heads, D].
+    """Write k, v [T, kv_heads, D] to the cache, and attend with q [T, heads, D]; see `Backend.attention`.
 
-    Returns out, in fp32 or q's dtype as the backend has it, and the log-sum-exp, fp32 [T, heads].
+    Returns the output, in fp32 or q's dtype as the backend has it, and the log-sum-exp, fp32 [T, heads].
     """
     kernels = backend(q.device)
     kernels.write_kv(k.detach(), v.detach(), layout, *cache)
@@ -284,27 +258,29 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, window):
         kernels = backend(q.device)
-        assert layout.pages is not None, "this layout is of a batch in an engine's cache"
-        cache = kernels.new_kv_cache(layout.pages, k.shape[1], k.shape[2], k.dtype, k.device)
+        assert layout.num_blocks is not None, "this layout is of a batch in an engine's cache"
+        cache = kernels.new_kv_cache(layout.num_blocks, k.shape[1], k.shape[2], k.dtype, k.device)
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lengths, ctx.scale, ctx.window = layout.lengths, scale, window
-        ctx.shared = len(layout.tables) != layout.pages
+        ctx.shared = len(layout.block_tables) != layout.num_blocks
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        assert not ctx.shared, "pages that sequences share have no backward"
-        saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
-        grads = backend(grad.device).attention_backward(*saved, grad, ctx.lengths, ctx.scale, ctx.window)
+        assert not ctx.shared, "blocks that sequences share have no backward"
+        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them at each access
+        kernels = backend(grad.device)
+        grads = kernels.attention_backward(q, k, v, out, lse, grad, ctx.lengths, ctx.scale, ctx.window)
         return *grads, None, None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, window: int = 0) -> Tensor:
-    """Causal attention of packed sequences, differentiable. q [T, heads, D], k and v [T, kv_heads, D], one dtype.
+    """Return causal attention of packed sequences, differentiable.
 
-    window: keys a query sees, itself included (Mistral's sliding window); 0 is all.
+    q [T, heads, D], k and v [T, kv_heads, D], of one dtype. window: keys a query sees, itself included
+    (Mistral's sliding window); 0 is all.
     """
     return _apply(_Attention, q, k, v, layout, scale, window)
 
@@ -314,7 +290,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float
 
 @dataclass
 class RowParams:
-    """Sampling parameters, one entry per row; `banned` token ids have probability 0. See `kernels/cpu/sampling.py`."""
+    """Sampling parameters, one entry per row; `banned` token ids have probability 0. See `Backend.sample`."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -324,7 +300,7 @@ class RowParams:
 
     @classmethod
     def repeat(cls, rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowParams:
-        """The parameters of `rows` rows that are all sampled alike."""
+        """Return the parameters of `rows` rows that are all sampled alike."""
         return cls(
             np.full(rows, temperature, np.float64),
             np.full(rows, top_k, np.int64),
@@ -339,26 +315,6 @@ class RowParams:
         )
 
 
-class Scores(NamedTuple):
-    """A token's log-prob and its distribution's statistics, f64 [R] each, in nats. argmax: the most likely token's id.
-
-    All are NaN where a row's logits aren't finite.
-    """
-
-    logprob: Tensor
-    entropy: Tensor
-    logsumexp: Tensor
-    argmax: Tensor
-
-
-class Sampled(NamedTuple):
-    """Tokens int64 [R], their scores, and thresholds fp32 [R]: a lower tempered logit is outside the distribution."""
-
-    tokens: Tensor
-    scores: Scores
-    thresholds: Tensor
-
-
 def sample(
     logits: Tensor,
     params: RowParams,
@@ -369,17 +325,27 @@ def sample(
 ) -> Sampled:
     """Sample or score a token of each row of fp32 logits [R, V].
 
-    targets int64 [R]: the token to score, or -1 to draw one from the counter-based generator at (seeds u64, samples
-    i64, positions i64), [R] each.
+    targets int64 [R], not changed: the token to score, or -1 to draw one from the counter-based generator at (seeds
+    u64, samples i64, positions i64), [R] each.
     """
     rows = logits.shape[0]
     seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
     settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
-    tokens = torch.from_numpy(targets.copy()) if isinstance(targets, np.ndarray) else targets.clone()
-    scores, thresholds = backend(logits.device).sample(logits, *settings, tokens, seeds, samples, positions)
-    return Sampled(tokens, Scores(*scores.unbind(1)), thresholds)
+    targets = torch.from_numpy(np.ascontiguousarray(targets)) if isinstance(targets, np.ndarray) else targets
+    return backend(logits.device).sample(logits, *settings, targets.contiguous(), seeds, samples, positions)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probs fp32 [R] of given tokens, and of their distributions entropies fp32 [R], in nats, and argmax int64 [R].
+
+    argmax: the most likely token's id.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    argmax: Tensor
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -390,15 +356,15 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = _product(hidden[rows], weight, bias, exact)
             parts.append(sample(logits, params[rows], targets[rows]))
-        logprob, entropy, logsumexp, best = (
-            torch.cat(column) for column in zip(*(p.scores for p in parts), strict=True)
-        )
+        logprob = torch.cat([p.scores.logprob for p in parts])
+        entropy = torch.cat([p.scores.entropy for p in parts])
+        logsumexp = torch.cat([p.scores.logsumexp for p in parts])
+        argmax = torch.cat([p.scores.argmax for p in parts]).long()
         thresholds = torch.cat([p.thresholds for p in parts])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy.float(), logsumexp.float(), thresholds)
         ctx.params, ctx.chunk, ctx.exact = params, chunk, exact
-        best = best.long()
-        ctx.mark_non_differentiable(best)
-        return logprob.float(), entropy.float(), best
+        ctx.mark_non_differentiable(argmax)
+        return logprob.float(), entropy.float(), argmax
 
     @staticmethod
     @once_differentiable
@@ -445,10 +411,9 @@ def token_logprobs(
     params: RowParams,
     chunk: int = 256,
     exact: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
+) -> TokenLogprobs:
+    """Apply lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
 
-    hidden [R, depth], weight [V, depth], targets int64 [R] -> log-probs fp32 [R], entropies fp32 [R] (in nats) and
-    the most likely tokens int64 [R].
+    hidden [R, depth], weight [V, depth], bias [V] or None, targets int64 [R]. Differentiable but for argmax.
     """
-    return _apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact)
+    return TokenLogprobs(*_apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact))

@@ -16,7 +16,7 @@ def _layout_of(query: torch.Tensor, position_ids: torch.Tensor | None, group: in
     """The layout of a plain call without one: a sequence starts at each row and wherever positions start again."""
     batch, tokens = query.shape[0], query.shape[2]
     if position_ids is None:
-        return ops.PagedLayout.packed([tokens] * batch, group, query.device)
+        return ops.packed_layout([tokens] * batch, group, query.device)
     positions = position_ids.expand(batch, tokens).reshape(-1).cpu()
     starts = torch.cat((positions.new_tensor([0]), (positions.diff() != 1).nonzero().flatten() + 1))
     rows = torch.arange(0, batch * tokens, tokens)
@@ -24,7 +24,7 @@ def _layout_of(query: torch.Tensor, position_ids: torch.Tensor | None, group: in
     if (positions[starts] != 0).any():
         raise ValueError("position_ids must run 0, 1, 2 ... in each sequence; for left-padded rows use token_logprobs")
     ends = torch.cat((starts[1:], starts.new_tensor([batch * tokens])))
-    return ops.PagedLayout.packed((ends - starts).tolist(), group, query.device)
+    return ops.packed_layout((ends - starts).tolist(), group, query.device)
 
 
 def attention_forward(

@@ -59,13 +59,12 @@ class LogprobRequest:
     chunk: int
 
 
-Scores = tuple[Tensor, Tensor, Tensor]
-
-
 class LMHead(ExactLinear):
     """lm_head: fp32 logits, or the log-probs of given tokens without the logits."""
 
-    def forward(self, x: Tensor, wanted: LogprobRequest | None = None) -> Tensor | Scores:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, wanted: LogprobRequest | None = None
+    ) -> Tensor | ops.TokenLogprobs:
         """Return fp32 logits, or what is wanted of rows [R, hidden]; see `ops.token_logprobs`."""
         if wanted is None:
             return ops.linear(x, self.packed or self.weight, self.bias, torch.float32, self.exact)
@@ -73,7 +72,7 @@ class LMHead(ExactLinear):
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `Scores`.
+    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `TokenLogprobs`.
 
     It is an argument of the whole model's forward so that hooks on the model (FSDP2's, DDP's) meet it as any call. The
     class has the name of HF's, which `save_pretrained` writes into config.json.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
-from ..model.exact import LMHead, LogprobRequest, Scores, eos_token_ids
+from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 
 
 def token_logprobs(
@@ -49,7 +49,7 @@ def token_logprobs(
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.PagedLayout.packed(lengths, group, model.device)
+    layout = ops.packed_layout(lengths, group, model.device)
     ends = torch.tensor(lengths).cumsum(0) - 1
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[ends] = False
@@ -69,15 +69,15 @@ def token_logprobs(
         chunk or ops.backend(model.device).LOGIT_ROWS,
     )
     spread = (values.new_zeros(len(ids)).scatter(0, (index + 1).to(values.device), values) for values in found)
-    logprobs, entropies, best = (_shaped(values, sequences, attention_mask, lengths) for values in spread)
-    extras = [entropies] * return_entropy + [best] * return_argmax
-    return (logprobs, *extras) if extras else logprobs
+    shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
+    extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
+    return (shaped.logprob, *extras) if extras else shaped.logprob
 
 
 def score_packed(
     forward: Callable, ids: Tensor, index: Tensor, layout: ops.PagedLayout, params: ops.RowParams, chunk: int
-) -> Scores:
-    """Return the `Scores` of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
+) -> ops.TokenLogprobs:
+    """Return the log-probs of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
     index = index.to(ids.device)
     return forward(
         input_ids=ids[None],

@@ -39,8 +39,8 @@ def rescore(
         prompts = [length - count for length, count in zip(batch.layout.lengths, batch.counts, strict=True)]
         rows = row_params(model, params, batch.layout.lengths, prompts, batch.index)
         chunk = max(1, _LOGITS // model.config.vocab_size)
-        logprobs, _, best = score_packed(model, batch.ids, batch.index, batch.layout, rows, chunk)
-        yield from zip(logprobs.cpu().split(batch.counts), best.cpu().split(batch.counts), strict=True)
+        found = score_packed(model, batch.ids, batch.index, batch.layout, rows, chunk)
+        yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def _packed(model, pairs: list[Pair], shared: list[int]) -> _Batch:
     ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
     index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.PagedLayout.packed(lengths, group, model.device, shared)
+    layout = ops.packed_layout(lengths, group, model.device, shared)
     return _Batch(ids.to(model.device), counts, index.to(model.device), layout)
 
 

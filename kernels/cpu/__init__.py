@@ -1,13 +1,13 @@
 """The CPU backend behind `samebits.kernels.ops`: fp32 arithmetic on fp32, bf16 or fp16 storage."""
 
 import platform
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from .attention import BLOCK, attention, new_kv_cache, work_items, write_kv
+from ..layout import PagedLayout
+from .attention import BLOCK, attention, new_kv_cache, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -27,12 +27,12 @@ GRAPHS = False  # can a step be recorded and replayed?
 LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
 
 
-def check(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Accept the device: any CPU will do."""
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """The fields of the numerics contract that these kernels decide."""
+    """Return the fields of the numerics contract that these kernels decide."""
     return {
         "linear": "bias, then fp32 fma over ascending K",
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
@@ -46,8 +46,8 @@ def trees(device: torch.device) -> dict[str, str]:
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long."""
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
-    cache = new_kv_cache(1, 1, 16, dtype)
-    layout = SimpleNamespace(slots=zeros, items=work_items([1], 1), positions=zeros, tables=zeros, table_starts=zeros)
+    cache = new_kv_cache(1, 1, 16, dtype, device)
+    layout = PagedLayout([1], zeros, zeros, zeros, zeros, work_items([1], 1))
     kv, stored = torch.zeros(1, 1, 16, dtype=dtype), x.to(dtype)
     one = np.ones(1)
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
@@ -64,7 +64,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
     )
-    for call in tqdm(calls, desc="Compiling kernels (once a machine)", unit="kernel", delay=2):
+    for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
 
 
@@ -76,7 +76,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_backward",
-    "check",
+    "check_device",
     "gated_activation",
     "gated_activation_backward",
     "gradient_product",
@@ -92,6 +92,7 @@ __all__ = [
     "rotary_tables",
     "sample",
     "storage",
+    "tile_tokens",
     "trees",
     "warm_up",
     "work_items",

@@ -2,20 +2,22 @@
 
 The tree, for one query row: key blocks of BLOCK keys at absolute positions 0, BLOCK, 2 BLOCK ..., ascending; in a block
 each score is one chain over head_dim, the block's sum a pairwise tree, and the output a chain over keys; blocks are
-joined by the online softmax (Milakov & Gimelshein, 2018). A KV page is one such block, so pages are read in place:
+joined by the online softmax (Milakov & Gimelshein, 2018). A block of the KV cache holds one such block of keys:
 
-    k_cache [pages, kv_heads, head_dim, BLOCK]     transposed: scores run over keys
-    v_cache [pages, kv_heads, BLOCK, padded_dim]   outputs run over head_dim
+    k_cache [num_blocks, kv_heads, head_dim, BLOCK]     transposed: scores run over keys
+    v_cache [num_blocks, kv_heads, BLOCK, padded_dim]   outputs run over head_dim
 
 A masked key has weight 0 and leaves its row as it was, so rows of any positions may share a tile.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numba import float32, prange
 
+from ..layout import PagedLayout
 from .elementwise import exp
 from .jit import inline, own_storage, parallel
 from .simd import LANES, fma, matmul_one, matmul_two
@@ -27,13 +29,13 @@ _ZERO, _ONE = float32(0.0), float32(1.0)
 
 
 def padded_dim(head_dim: int) -> int:
-    """Width of a value row in the cache: whole vectors on every CPU."""
+    """Return the width of a value row in the cache: whole vectors on every CPU."""
     return -(-head_dim // 16) * 16
 
 
 @inline
 def _product(a, b, depth, c, rows, following):
-    """c[:rows] += a[:rows, :depth] @ b[:depth]. following: what is read next, to fetch it meanwhile."""
+    """Add a[:rows, :depth] @ b[:depth] to c[:rows]. following: what is read next, to fetch it meanwhile."""
     columns, ahead = b.shape[1], following.ctypes.data
     j = 0
     while columns - j >= 2 * LANES:
@@ -46,7 +48,7 @@ def _product(a, b, depth, c, rows, following):
 
 @inline
 def _softmax_step(s, tree, low, high, scale, m, l):
-    """Scores -> weights relative to the new maximum. Returns (maximum, sum, factor for what came before)."""
+    """Turn scores into weights relative to the new maximum; return (maximum, sum, factor for what came before)."""
     for j in range(BLOCK):
         s[j] = s[j] * scale if low <= j < high else _MASKED
     for j in range(BLOCK // 2):
@@ -71,7 +73,9 @@ def _softmax_step(s, tree, low, high, scale, m, l):
 
 
 @parallel
-def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scale, window, out, lse, programs):
+def _attention(
+    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs
+):
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
     width = v_cache.shape[3]
@@ -97,11 +101,11 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
             last = position + count - 1
             start = max(0, position - window + 1) // BLOCK if window > 0 else 0
             for block in range(start, last // BLOCK + 1):
-                page = tables[table_starts[sequence] + block]
-                after = tables[table_starts[sequence] + min(block + 1, last // BLOCK)]
+                number = block_tables[block_table_starts[sequence] + block]
+                following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
                 base = block * BLOCK
                 s[:rows] = _ZERO
-                _product(qs, k_cache[page, head], dim, s, rows, v_cache[page, head])
+                _product(qs, k_cache[number, head], dim, s, rows, v_cache[number, head])
                 for r in range(rows):
                     here = position + r // group
                     low = max(0, here - window + 1 - base) if window > 0 else 0
@@ -111,7 +115,7 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
                     if factor != _ONE:
                         for j in range(width):
                             o[r, j] *= factor
-                _product(s, v_cache[page, head], min(BLOCK, last - base + 1), o, rows, k_cache[after, head])
+                _product(s, v_cache[number, head], min(BLOCK, last - base + 1), o, rows, k_cache[following, head])
             for r in range(rows):
                 token, h = first + r // group, head * group + r % group
                 for j in range(dim):
@@ -120,33 +124,43 @@ def _attention(q, k_cache, v_cache, items, positions, tables, table_starts, scal
 
 
 @parallel
-def _write_kv(k, v, slots, k_cache, v_cache):
-    for t in prange(slots.size):
-        page, offset = slots[t] // BLOCK, slots[t] % BLOCK
+def _write_kv(k, v, slot_mapping, k_cache, v_cache):
+    for t in prange(slot_mapping.size):
+        block, offset = slot_mapping[t] // BLOCK, slot_mapping[t] % BLOCK
         for h in range(k.shape[1]):
             for j in range(k.shape[2]):
-                k_cache[page, h, j, offset] = k[t, h, j]
-                v_cache[page, h, offset, j] = v[t, h, j]
+                k_cache[block, h, j, offset] = k[t, h, j]
+                v_cache[block, h, offset, j] = v[t, h, j]
 
 
 def new_kv_cache(
-    pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | None = None
+    num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty pages: nothing is read before it was written, so memory is touched only as it fills."""
-    k_cache = torch.empty(pages, kv_heads, head_dim, BLOCK, dtype=dtype)
-    v_cache = torch.empty(pages, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype)
+    """Return empty blocks: nothing is read before it was written, so memory is touched only as it fills."""
+    k_cache = torch.empty(num_blocks, kv_heads, head_dim, BLOCK, dtype=dtype, device=device)
+    v_cache = torch.empty(num_blocks, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype, device=device)
     return k_cache, v_cache
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, layout: PagedLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's slots in the cache."""
     keys, values, *caches = map(own_storage, (k.contiguous(), v.contiguous(), k_cache, v_cache))
-    _write_kv(keys, values, layout.slots, *caches)
+    _write_kv(keys, values, layout.slot_mapping, *caches)
 
 
-def work_items(lengths, group: int) -> np.ndarray:
-    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys."""
-    step = max(1, QUERY_ROWS // group)
+def tile_tokens(group: int) -> int:
+    """Return the query tokens that share a pass over the keys."""
+    return max(1, QUERY_ROWS // group)
+
+
+def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+    """Return rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys.
+
+    item_tokens: the tokens of a run; None takes `tile_tokens`.
+    """
+    step = item_tokens or tile_tokens(group)
     rows, first = [], 0
     for sequence, length in enumerate(lengths):
         rows += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
@@ -154,8 +168,10 @@ def work_items(lengths, group: int) -> np.ndarray:
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
-    """Attention of q [T, heads, head_dim] over the cache: out fp32, of q's shape, and log-sum-exp fp32 [T, heads].
+def attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention over the cache, fp32 of q's shape [T, heads, D], and log-sum-exp fp32 [T, heads].
 
     window: keys a row sees, itself included; 0 is all.
     """
@@ -163,6 +179,6 @@ def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lay
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     caches = own_storage(k_cache), own_storage(v_cache)
     programs = torch.get_num_threads()
-    where = layout.items, layout.positions, layout.tables, layout.table_starts
+    where = layout.items, layout.positions, layout.block_tables, layout.block_table_starts
     _attention(q.numpy(), *caches, *where, scale, window, out.numpy(), lse.numpy(), programs)
     return out, lse

@@ -5,8 +5,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 
-def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """Gradients of q [T, heads, D], k and v [T, kv_heads, D], in their dtypes, for packed sequences."""
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q [T, heads, D], k and v [T, kv_heads, D], in their dtypes, for packed sequences."""
     dtypes = q.dtype, k.dtype, v.dtype
     q, k, v, out, lse, grad = (t.float() for t in (q, k, v, out, lse, grad))
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -20,11 +30,14 @@ def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: f
         for whole, part in zip(grads, parts, strict=True):
             whole[span] = part
         first += count
-    return tuple(g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+    return grads[0].to(dtypes[0]), grads[1].to(dtypes[1]), grads[2].to(dtypes[2])
 
 
 def _spans(lengths: Sequence[int], limit: int = 128) -> Iterator[int]:
-    """Tokens of neighbouring sequences to take together, up to `limit`: short ones alone are many small products."""
+    """Yield the number of tokens of neighbouring sequences to take together, up to `limit`.
+
+    Short sequences alone would be many small products.
+    """
     span = 0
     for length in lengths:
         if span and span + length > limit:
@@ -36,9 +49,10 @@ def _spans(lengths: Sequence[int], limit: int = 128) -> Iterator[int]:
 
 
 def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
-    """Packed sequences, [T, heads, D] fp32, in blocks of query rows (Dao et al., 2022, section B.2): a fixed order.
+    """Return the gradients of packed sequences, [T, heads, D] fp32, by tiles of query rows: a fixed order.
 
-    sequence: int64 [T], the sequence of each token."""
+    Source: Dao et al., 2022, section B.2. sequence: int64 [T], the sequence of each token.
+    """
     length, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

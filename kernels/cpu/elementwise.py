@@ -27,7 +27,7 @@ _ROUND_BITS = int(np.float32(12582912.0).view(np.int32))
 
 @inline
 def exp(x):
-    """e^x in fp32 for x <= 0, 0 below -87: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
+    """Return e^x in fp32 for x <= 0, 0 below -87: Taylor to degree 7 on |r| <= ln(2)/2, error below 1.5 ulp."""
     clamped = max(x, _EXP_FLOOR)
     shifted = fma(clamped, _LOG2_E, _ROUND)
     n = shifted - _ROUND
@@ -45,7 +45,7 @@ def exp(x):
 
 @inline
 def sum_of_squares(row):
-    """Sixteen interleaved chains of fused multiply-adds, then a pairwise tree: fixed for a width."""
+    """Return the sum by 16 interleaved chains of fused multiply-adds, then a pairwise tree: fixed for a width."""
     lanes = np.zeros(16, np.float32)
     whole = row.size - row.size % 16
     for start in range(0, whole, 16):
@@ -63,7 +63,7 @@ def sum_of_squares(row):
 
 @inline
 def _norm_row(row, weight, eps, out):
-    """Returns 1 / sqrt(mean of squares + eps)."""
+    """Write the normed row to `out`; return 1 / sqrt(mean of squares + eps)."""
     mean = sum_of_squares(row) / float32(row.size)
     scale = _ONE / np.sqrt(mean + float32(eps))
     for j in range(row.size):
@@ -87,7 +87,7 @@ def _add_rms_norm(x, update, weight, eps, total, out):
 
 @inline
 def _times_sigmoid(x, y):
-    """x * sigmoid(y)."""
+    """Return x * sigmoid(y)."""
     e = exp(-abs(y))
     return x * ((_ONE if y >= _ZERO else e) / (_ONE + e))
 
@@ -99,7 +99,7 @@ def _silu(x):
 
 @inline
 def _gelu_tanh(x):
-    """0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks & Gimpel, 2016)."""
+    """Return 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks & Gimpel, 2016)."""
     u = float32(0.7978845608028654) * fma(float32(0.044715) * x * x, x, x)
     return _times_sigmoid(x, _TWO * u)
 
@@ -143,7 +143,7 @@ def _product(x, y, like):
 
 @inline
 def _turn(x, cos, sin, out):
-    """One token's heads: as the model's code does it, each product and the sum rounded to the storage dtype."""
+    """Turn one token's heads as the model's code does: each product and the sum rounded to the storage dtype."""
     half = x.shape[1] // 2
     for h in range(x.shape[0]):
         for j in range(half):
@@ -165,11 +165,11 @@ TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-ACTIVATIONS = tuple(TORCH_ACTIVATIONS)
+ACTIVATIONS: tuple[str, ...] = tuple(TORCH_ACTIVATIONS)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
+    """Return weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows]; x [rows, width]."""
     x = x.contiguous()
     out, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
     _rms_norm(own_storage(x), storage(weight), eps, own_storage(out), rstd.numpy())
@@ -179,7 +179,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def add_rms_norm(
     x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + update, its `rms_norm`), each in x's dtype, [rows, width], in one launch: the same bits as in two."""
+    """Return x + update and its `rms_norm`, [rows, width] in x's dtype, in one launch: the same bits as in two."""
     x, update = x.contiguous(), update.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     arrays = own_storage(x), own_storage(update), storage(weight.detach())
@@ -190,7 +190,7 @@ def add_rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [rows, width] and weight [width], in their dtypes, from the result's; rstd fp32 [rows]."""
+    """Return the gradients of x [rows, width] and weight [width], in their dtypes, from the result's."""
     grad, normed = grad.float(), x.float() * rstd[:, None]
     weighted = grad * weight.float()
     grad_x = rstd[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
@@ -198,7 +198,7 @@ def rms_norm_backward(
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
+    """Return activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _gated(own_storage(gate), own_storage(up), ACTIVATIONS.index(name), own_storage(out))
@@ -208,7 +208,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
 def gated_activation_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up, in their dtype, from the result's; all [rows, width]."""
+    """Return the gradients of gate and up, in their dtypes, from the result's; all [rows, width]."""
     wide, wide_up = (t.float().requires_grad_() for t in (gate, up))
     with torch.enable_grad():
         out = TORCH_ACTIVATIONS[name](wide) * wide_up
@@ -217,7 +217,7 @@ def gated_activation_backward(
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin fp32 [T, 2 F] of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
+    """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
     shape = positions.numel(), 2 * inv_freq.numel()
     cos, sin = inv_freq.new_empty(shape), inv_freq.new_empty(shape)
     _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())
@@ -225,9 +225,9 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: floa
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, heads, D], k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous results.
+    """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous.
 
-    The same bits as transformers' `apply_rotary_pos_emb`, in one launch.
+    The bits are those of transformers' `apply_rotary_pos_emb`, in one launch.
     """
     given = [t.contiguous() for t in (q, k, cos, sin)]
     outs = torch.empty_like(given[0]), torch.empty_like(given[1])

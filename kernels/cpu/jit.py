@@ -37,7 +37,7 @@ def _cache_folder():
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a tensor that others own. numba has no halves: bf16's bits are int16 to it, fp16's uint16.
+    """Return a view of a tensor that others own. numba has no halves: bf16's bits are int16 to it, fp16's uint16.
 
     Not `tensor.numpy()`: that pins the storage's size for good, and FSDP frees a parameter by resizing it.
     """
@@ -46,18 +46,18 @@ def storage(tensor: torch.Tensor) -> np.ndarray:
 
 
 def own_storage(tensor: torch.Tensor) -> np.ndarray:
-    """The same as `storage`, in a third of the time, for a tensor that nobody resizes."""
+    """Return the same as `storage`, in a third of the time, for a tensor that nobody resizes."""
     bits = _BITS.get(tensor.dtype)
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
 def inline(function):
-    """A helper compiled into its callers."""
+    """Compile a helper into its callers."""
     return numba.njit(error_model="numpy", nogil=True)(function)
 
 
 def parallel(function):
-    """A kernel whose `prange` runs on as many threads as torch uses (`torch.set_num_threads`)."""
+    """Compile a kernel whose `prange` runs on as many threads as torch uses (`torch.set_num_threads`)."""
     return _kernel(function, 0)
 
 

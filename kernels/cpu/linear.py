@@ -17,7 +17,10 @@ _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 @inline
 def _panel_product(x, panel, panel_index, out, following):
-    """The chains go on from what `out` holds. following: the panel that comes next, to fetch it meanwhile."""
+    """Add a panel's products to `out`: the chains go on from what it holds.
+
+    following: the panel that comes next, to fetch it meanwhile.
+    """
     rows, depth = x.shape
     features = out.shape[1]
     first = panel_index * PANEL
@@ -72,7 +75,7 @@ def _linear_unpacked(x, weight, bias, resume, out):
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[features, depth] -> [panels, depth, PANEL], zero-padded, same dtype; in `out` if given."""
+    """Return a weight [features, depth] as [panels, depth, PANEL], zero-padded, of its dtype; in `out` if given."""
     features, depth = weight.shape
     whole = features // PANEL
     panels = weight.new_empty(-(-features // PANEL), depth, PANEL) if out is None else out
@@ -82,9 +85,9 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return panels
 
 
-def packed_rows(panels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight that `pack` was given, e.g. for a tied embedding."""
-    return panels[rows // PANEL, :, rows % PANEL]
+def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of the weight that `pack` was given, e.g. for a tied embedding."""
+    return packed[rows // PANEL, :, rows % PANEL]
 
 
 def _start(bias: torch.Tensor | None) -> np.ndarray:
@@ -96,7 +99,7 @@ def linear_packed(
     weights: list[tuple[np.ndarray, int, torch.Tensor | None]],
     dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
-    """bias + x @ weight.T, [rows, features] in `dtype`, for each of up to three weights, in one launch.
+    """Return bias + x @ weight.T, [rows, features] in `dtype`, for each of up to three weights, in one launch.
 
     x [rows, depth]; weights: (`storage` of panels from `pack`, features, bias or None).
     """
@@ -115,7 +118,7 @@ def linear_packed(
 def linear_unpacked(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """bias + x @ weight.T, [rows, features] in `dtype`; x [rows, depth], weight [features, depth] of any strides."""
+    """Return bias + x @ weight.T, [rows, features] in `dtype`; weight [features, depth] of any strides."""
     x = x.float().contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
     _linear_unpacked(x.numpy(), storage(weight.float()), _start(bias), False, out.numpy())
@@ -123,11 +126,11 @@ def linear_unpacked(
 
 
 def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x @ weight.T in `dtype`, for a backward pass."""
+    """Return x @ weight.T in `dtype`, for a backward pass."""
     return linear_unpacked(x, weight, None, dtype)
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out += x @ weight.T in place, fp32: the chains go on from what `out` holds."""
+    """Add x @ weight.T to `out`, in place, fp32: the chains go on from what it holds."""
     wide = x.float().contiguous()
     _linear_unpacked(wide.numpy(), storage(weight.float()), _NO_BIAS, True, out.numpy())

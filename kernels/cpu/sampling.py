@@ -6,11 +6,13 @@ the bits of an fp32 number: no sort, no order to depend on.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numba import float32, float64, int32, int64, prange, uint64
 
+from ..backend import Sampled, Scores
 from .elementwise import exp
 from .jit import inline, parallel
 from .simd import bits_float, float_bits
@@ -21,7 +23,7 @@ _LARGEST = float32(3.4028235e38)
 
 @inline
 def _key(x):
-    """fp32 -> int32 with the same order."""
+    """Return the int32 that is fp32 number x's place in the order of all fp32 numbers."""
     bits = float_bits(x)
     return bits if bits >= 0 else bits ^ int32(0x7FFFFFFF)
 
@@ -74,7 +76,7 @@ def _group_sum(weights, z, threshold, start, lanes):
 
 @inline
 def _sum(weights, z, threshold, lanes):
-    """Sum of the weights of the tokens with z >= threshold."""
+    """Return the sum of the weights of the tokens with z >= threshold."""
     total = 0.0
     for start in range(0, z.size, _GROUP):
         total += _group_sum(weights, z, threshold, start, lanes)
@@ -114,7 +116,7 @@ def _top_p_threshold(weights, z, p, threshold, lanes):
 
 @inline
 def _mix(x):
-    """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014)."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea & Flood, 2014)."""
     x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
     return x ^ (x >> uint64(31))
@@ -122,7 +124,7 @@ def _mix(x):
 
 @inline
 def uniform(seed, sample, position):
-    """A number in [0, 1) with 53 random bits, a pure function of its three arguments."""
+    """Return a number in [0, 1) with 53 random bits, a pure function of its three arguments."""
     golden = uint64(0x9E3779B97F4A7C15)
     x = _mix(uint64(seed) + golden)
     x = _mix(x ^ (uint64(sample) + golden))
@@ -132,7 +134,7 @@ def uniform(seed, sample, position):
 
 @inline
 def _draw(weights, z, threshold, u, total, lanes):
-    """The first token at which the cumulative weight exceeds u * total."""
+    """Return the first token at which the cumulative weight exceeds u * total."""
     goal, mass, chosen = u * total, 0.0, -1
     for start in range(0, z.size, _GROUP):
         group = _group_sum(weights, z, threshold, start, lanes)
@@ -160,14 +162,19 @@ def _sample(
     min_p,
     banned,
     banned_starts,
-    tokens,
+    targets,
     seeds,
     samples,
     positions,
-    fields,
+    tokens,
+    scores,
     thresholds,
 ):
     vocab = logits.shape[1]
+    logprob = scores[0]  # the fields of `Scores`, in one array: each costs the call a microsecond
+    entropy = scores[1]
+    logsumexp = scores[2]
+    argmax = scores[3]
     for i in prange(logits.shape[0]):
         z, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
         lanes = np.empty(32, np.float64)
@@ -189,7 +196,7 @@ def _sample(
             if min_p[i] > 0.0:
                 threshold = max(threshold, most + float32(math.log(min_p[i])))
         total = _sum(weights, z, threshold, lanes)
-        token, best = tokens[i], -1
+        token, best = targets[i], -1
         if token >= 0 or greedy:
             best = 0
             while best < vocab - 1 and z[best] != most:
@@ -199,7 +206,7 @@ def _sample(
                 token = best
             else:
                 token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, lanes)
-            tokens[i] = token
+        tokens[i] = token
         log_total = math.log(total)
         mean = 0.0
         for j in range(vocab):
@@ -207,31 +214,42 @@ def _sample(
                 mean += float64(weights[j]) * (float64(z[j]) - float64(most))
         log_sum_exp = float64(most) + log_total
         kept = token >= 0 and z[token] >= threshold
-        fields[i, 0] = float64(z[token]) - log_sum_exp if kept else -np.inf
-        fields[i, 1] = log_total - mean / total
-        fields[i, 2] = log_sum_exp
-        fields[i, 3] = best
+        logprob[i] = float64(z[token]) - log_sum_exp if kept else -np.inf
+        entropy[i] = log_total - mean / total
+        logsumexp[i] = log_sum_exp
+        argmax[i] = best
         if not (_all_finite(logits[i]) and math.isfinite(total)):
-            fields[i, :] = np.nan
+            logprob[i] = np.nan
+            entropy[i] = np.nan
+            logsumexp[i] = np.nan
+            argmax[i] = np.nan
         thresholds[i] = threshold
 
 
-def sample(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
-    """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V].
+def sample(
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    banned: Sequence[Sequence[int]],
+    targets: torch.Tensor,
+    seeds: np.ndarray,
+    samples: np.ndarray,
+    positions: np.ndarray,
+) -> Sampled:
+    """Return a token of each row of fp32 logits [R, V], drawn or given, and its scores; see `Backend.sample`.
 
-    Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
-    list of token-id lists, and the draw's seed u64, sample i64, position i64. tokens: int64 tensor (-1: draw one,
-    written in place). Returns fields f64 [R, 4] = (log-prob of the token, entropy, log-sum-exp, most likely token, or
-    -1 where one was drawn by chance) and thresholds f32 [R]: a token is in the distribution if its tempered logit
-    reaches the threshold. NaN where a row holds a non-finite logit.
+    The most likely token is -1 where a token was drawn by chance.
     """
     starts = np.zeros(len(banned) + 1, np.int64)
     np.cumsum([len(b) for b in banned], out=starts[1:])
     flat = np.array([t for b in banned for t in b], np.int64)
     rows = logits.shape[0]
-    fields, thresholds = logits.new_empty(rows, 4, dtype=torch.float64), logits.new_empty(rows)
+    tokens, thresholds = torch.empty_like(targets), logits.new_empty(rows)
+    scores = logits.new_empty(4, rows, dtype=torch.float64)
     _sample(
-        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, tokens.numpy(), seeds, samples,
-        positions, fields.numpy(), thresholds.numpy(),
+        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, targets.numpy(), seeds, samples, positions,
+        tokens.numpy(), scores.numpy(), thresholds.numpy(),
     )  # fmt: skip
-    return fields, thresholds
+    return Sampled(tokens, Scores(*scores.unbind()), thresholds)

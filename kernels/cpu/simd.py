@@ -21,7 +21,7 @@ _HALVES = {types.int16: "bfloat16", types.uint16: "float16"}  # how `jit.storage
 
 
 def _host_vector() -> tuple[int, int]:
-    """fp32 lanes per vector register, and how many registers there are."""
+    """Return the fp32 lanes per vector register, and the number of registers."""
     features = llvmlite.binding.get_host_cpu_features()
     if numba.config.CPU_FEATURES:  # numba's own way to compile for less than the host has
         features = dict.fromkeys((f[1:] for f in numba.config.CPU_FEATURES.split(",") if f.startswith("+")), True)
@@ -43,7 +43,7 @@ FEW_PASSES = 8
 
 @intrinsic
 def fma(typingctx, a, b, c):
-    """a * b + c with one rounding (IEEE-754 fusedMultiplyAdd), fp32."""
+    """Return a * b + c with one rounding (IEEE-754 fusedMultiplyAdd), fp32."""
 
     def codegen(context, builder, signature, args):
         fn = builder.module.declare_intrinsic("llvm.fma.f32", fnty=ir.FunctionType(_F32, [_F32] * 3))
@@ -54,7 +54,7 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def float_bits(typingctx, x):
-    """The bits of an f32 as an i32."""
+    """Return the bits of an f32 as an i32."""
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], _I32)
@@ -64,7 +64,7 @@ def float_bits(typingctx, x):
 
 @intrinsic
 def bits_float(typingctx, x):
-    """The f32 of the bits in an i32."""
+    """Return the f32 of the bits in an i32."""
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], _F32)
@@ -74,7 +74,7 @@ def bits_float(typingctx, x):
 
 @intrinsic
 def widen(typingctx, x):
-    """A stored element as fp32."""
+    """Return a stored element as fp32."""
     stored = _HALVES.get(x, "float32")
 
     def codegen(context, builder, signature, args):
@@ -89,7 +89,7 @@ def widen(typingctx, x):
 
 @intrinsic
 def narrow(typingctx, x, like):
-    """fp32 rounded once, to nearest even, to the storage dtype of the element `like`."""
+    """Return x rounded once, to nearest even, to the storage dtype of the element `like`."""
     stored = _HALVES.get(like, "float32")
 
     def codegen(context, builder, signature, args):
@@ -107,7 +107,7 @@ def narrow(typingctx, x, like):
 
 
 def _load_vector(builder, address, stored: str):
-    """LANES elements as fp32."""
+    """Load LANES elements as fp32."""
 
     def load(type_, align):
         value = builder.load(builder.inttoptr(address, type_.as_pointer()))
@@ -134,11 +134,11 @@ def _address(builder, base, *terms):
 
 
 def _make_tile(vectors: int, stored: str):
-    """`c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows; addresses, and
-    strides in elements.
+    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows.
 
-    stored: b's dtype. Few rows wait for memory, so each k fetches as many lines as a row of b has, from streams `gap`
-    bytes apart that start at `ahead` and advance by `step`: a core's prefetcher looks ahead in each.
+    It takes addresses, and strides in elements. stored: b's dtype. Few rows wait for memory, so each k fetches as many
+    lines as a row of b has, from streams `gap` bytes apart that start at `ahead` and advance by `step`: a core's
+    prefetcher looks ahead in each.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
@@ -220,7 +220,7 @@ def _make_tile(vectors: int, stored: str):
 
 
 def _make_widen(vectors: int, stored: str):
-    """One row of b, `vectors * LANES` halves, as fp32; addresses."""
+    """Make the op that writes one row of b, `vectors * LANES` halves, as fp32; it takes addresses."""
 
     @intrinsic
     def widen_op(typingctx, source, destination):
@@ -236,7 +236,9 @@ def _make_widen(vectors: int, stored: str):
 
 
 def _row_tiles(vectors: int, stored: str):
-    """Any number of rows by `vectors * LANES` columns, in as few passes as TILE_ROWS allow, of about equal heights.
+    """Make the product of any number of rows by `vectors * LANES` columns.
+
+    It takes as few passes as TILE_ROWS allow, of about equal heights.
 
     All passes go over a block of b, which stays in L1, before the next; several passes widen halves once. The first
     passes fetch the next block.
@@ -282,7 +284,7 @@ def _row_tiles(vectors: int, stored: str):
 
 
 def _matmul(vectors: int):
-    """c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...] for an array b of fp32, or of halves.
+    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...]` for an array b of fp32, or of halves.
 
     Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
     address and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. (numba caches a

@@ -12,6 +12,7 @@ try:
 except ImportError as error:
     raise RuntimeError("GPU kernels need Triton: pip install 'samebits[gpu]'") from error
 
+from ..layout import PagedLayout
 from . import attention as _paged
 from .attention import BLOCK, new_kv_cache, tile_tokens, work_items
 from .attention_backward import attention_backward
@@ -34,7 +35,7 @@ GRAPHS = True  # can a step be recorded and replayed?
 LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part adds to all of lm_head's gradient
 
 
-def check(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Raise a RuntimeError with what is missing, unless kernels can run on the device."""
     if INTERPRETED:
         return
@@ -47,7 +48,7 @@ def check(device: torch.device) -> None:
 
 
 def trees(device: torch.device) -> dict[str, str]:
-    """The fields of the numerics contract that these kernels decide."""
+    """Return the fields of the numerics contract that these kernels decide."""
     gpu = "interpreter" if INTERPRETED else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return {
         "linear": f"K in max(1, min(K // {MIN_CHUNK}, {FULL_WIDTH} // N)) chunks of whole blocks of 64 (fp32: 32), "
@@ -65,19 +66,19 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     """Do nothing: kernels are compiled when they are first needed, for the shapes of the model."""
 
 
-def storage(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as the kernels read it: itself."""
-    return weight
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor: the kernels read it as it is."""
+    return tensor
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of a weight [features, depth], in `out` if given: the kernels read it as it is."""
+    """Return a copy of a weight [features, depth], in `out` if given: the kernels read it as it is."""
     return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out).copy_(weight)
 
 
-def packed_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The given rows of a packed weight, [rows, depth]."""
-    return weight[rows]
+def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the given rows of a packed weight, [*rows.shape, depth]."""
+    return packed[rows]
 
 
 def linear_packed(
@@ -85,20 +86,22 @@ def linear_packed(
     weights: list[tuple[torch.Tensor, int, torch.Tensor | None]],
     dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
-    """x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch."""
+    """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch."""
     return products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
 
 
 def linear_unpacked(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """x @ weight.T + bias, [rows, features] in `dtype`; x [rows, depth], weight [features, depth]."""
+    """Return x @ weight.T + bias, [rows, features] in `dtype`; x [rows, depth], weight [features, depth]."""
     return products(x.to(weight.dtype), [weight], [bias], dtype)[0]
 
 
 def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x @ weight.T in `dtype` with weight's precision, by cuBLAS: the same bits from run to run, which is enough for a
-    backward pass."""
+    """Return x @ weight.T in `dtype` with weight's precision, by cuBLAS.
+
+    The bits are the same from run to run, which is enough for a backward pass.
+    """
     x = x.to(weight.dtype)
     if dtype == x.dtype or x.device.type == "cpu":
         return (x @ weight.t()).to(dtype)
@@ -106,20 +109,24 @@ def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out += x @ weight.T in place, fp32 sums of products in weight's precision."""
+    """Add x @ weight.T to `out`, in place: fp32 sums of products in weight's precision."""
     out += gradient_product(x, weight, out.dtype)
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, layout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's places in the cache."""
-    _paged.write_kv(k, v, layout.on(k.device).slots, k_cache, v_cache)
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, layout: PagedLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's slots in the cache."""
+    _paged.write_kv(k, v, layout.on(k.device).slot_mapping, k_cache, v_cache)
 
 
-def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout, scale: float, window: int):
-    """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads]."""
+def attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: PagedLayout, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads]."""
     at = layout.on(q.device)
     small = _paged.small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
-    where = at.items, at.positions, at.tables, at.table_starts
+    where = at.items, at.positions, at.block_tables, at.block_table_starts
     return _paged.attention(
         q, k_cache, v_cache, *where, scale, window, len(small), max(small, default=0), layout.longest
     )
@@ -133,7 +140,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_backward",
-    "check",
+    "check_device",
     "gated_activation",
     "gated_activation_backward",
     "gradient_product",

@@ -7,7 +7,7 @@ Sums over keys are products of the matrix unit, a row's own sum of weights too (
 order does not depend on the tile; a maximum has no order. A masked key has weight 0 and leaves its row as it was, so
 rows of any positions may share a tile.
 
-A KV page is one block: k_cache, v_cache [pages, kv_heads, BLOCK, head_dim].
+A block of the KV cache holds one such block: k_cache, v_cache [num_blocks, kv_heads, BLOCK, head_dim].
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ MAX_HEAD_DIM = 128  # of what is compiled and compared in the tests
 _SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
 _LARGE_ROWS = 64
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
-_INDEX = ["items", "positions", "slots", "tables", "table_starts"]  # parts of one buffer, aligned by chance
+# parts of one buffer, aligned by chance
+_INDEX = ["items", "positions", "slot_mapping", "block_tables", "block_table_starts"]
 _MASKED = tl.constexpr(-3.0e38)  # finite: two of them differ by 0
 
 
 @triton.jit
 def _merge(m, l, o, m_new, l_new, o_new):
-    """Joins two partial softmaxes. m: maximum, base 2; l: sum of weights; o: weighted values, all [rows, ...]."""
+    """Join two partial softmaxes. m: maximum, base 2; l: sum of weights; o: weighted values, all [rows, ...]."""
     most = tl.maximum(m, m_new)
     a, b = tl.exp2(m - most), tl.exp2(m_new - most)
     return most, l * a + l_new * b, o * a[:, None] + o_new * b[:, None]
@@ -42,10 +43,10 @@ def _merge(m, l, o, m_new, l_new, o_new):
 
 @triton.jit
 def _segment(
-    q, k_cache, v_cache, table, head, kv_heads, here, last, begin, end, scale, window,
+    q, k_cache, v_cache, block_table, head, kv_heads, here, last, begin, end, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of rows at positions `here` over key blocks [begin, end). l comes in 16 equal columns."""
+    """Return the partial softmax of rows at positions `here` over key blocks [begin, end). l has 16 equal columns."""
     d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     inside = d < DIM
     ones = tl.full((BLOCK, 16), 1.0, tl.float32).to(v_cache.dtype.element_ty)
@@ -53,8 +54,8 @@ def _segment(
     l = tl.zeros((BLOCK_M, 16), tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
-        page = tl.load(table + block).to(tl.int64)
-        place = ((page * kv_heads + head) * BLOCK + keys)[:, None] * DIM + d[None, :]
+        number = tl.load(block_table + block).to(tl.int64)
+        place = ((number * kv_heads + head) * BLOCK + keys)[:, None] * DIM + d[None, :]
         position = block * BLOCK + keys
         k = tl.load(k_cache + place, mask=inside[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -85,14 +86,14 @@ def _store(out, lse, token, h, row_mask, m, l, o, heads, DIM: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["rows", "segments", "window"], do_not_specialize_on_alignment=_INDEX)
 def _attention(
-    q, k_cache, v_cache, items, positions, tables, table_starts, out, lse, parts,
+    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, out, lse, parts,
     stride_t, stride_h, heads, kv_heads, rows, segments, scale, window,
     SPLIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     item, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
-    table = tables + tl.load(table_starts + tl.load(items + 3 * item + 2))
+    block_table = block_tables + tl.load(block_table_starts + tl.load(items + 3 * item + 2))
     group = heads // kv_heads
     position = tl.load(positions + first)
     last = position + count - 1
@@ -109,7 +110,7 @@ def _attention(
         for segment in range(begin // PER_SEGMENT + tl.program_id(2), tl.cdiv(end, PER_SEGMENT), tl.num_programs(2)):
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m, l, o = _segment(
-                queries, k_cache, v_cache, table, head, kv_heads, here, last, low, high, scale, window,
+                queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
                 DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
             )  # fmt: skip
             place = parts + (rows_here * segments + segment) * (BLOCK_D + 2)
@@ -123,7 +124,7 @@ def _attention(
         for segment in range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT)):
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m_new, l_new, o_new = _segment(
-                queries, k_cache, v_cache, table, head, kv_heads, here, last, low, high, scale, window,
+                queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
                 DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
             )  # fmt: skip
             m, l, o = _merge(m, l, o, m_new, l_new, o_new)
@@ -135,7 +136,7 @@ def _merge_segments(
     items, positions, out, lse, parts, heads, kv_heads, rows, segments, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Merges one row's segments, ascending."""
+    """Merge one row's segments, ascending."""
     item, head, row = tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
     first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
     group = heads // kv_heads
@@ -160,11 +161,11 @@ def _merge_segments(
 
 @triton.jit(do_not_specialize_on_alignment=_INDEX)
 def _write_kv(
-    k, v, slots, k_cache, v_cache, stride_k, stride_v, kv_heads,
+    k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, kv_heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mask = d < tl.where(slot >= 0, DIM, 0)  # padding has no slot
     place = ((slot // BLOCK * kv_heads + head) * BLOCK + slot % BLOCK) * DIM + d
@@ -173,53 +174,55 @@ def _write_kv(
 
 
 def padded_width(dim: int) -> int:
-    """The width of a block that holds a head: a power of two, at least 16."""
+    """Return the width of a tile that holds a head: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
-def new_kv_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-    """Empty pages: nothing is read before it was written, but for masked keys.
+def new_kv_cache(
+    num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty blocks: nothing is read before it was written, but for masked keys.
 
-    NotImplementedError for a head_dim above MAX_HEAD_DIM.
+    Raises NotImplementedError for a head_dim above MAX_HEAD_DIM.
     """
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(f"head_dim {head_dim}: GPU kernels go up to {MAX_HEAD_DIM}; use device='cpu'")
-    shape = pages, kv_heads, BLOCK, head_dim
+    shape = num_blocks, kv_heads, BLOCK, head_dim
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
 def _rows_dense(t: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] whose heads lie side by side; the stride from token to token is free."""
+    """Return [T, heads, D] whose heads lie side by side; the stride from token to token is free."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
-def write_kv(k, v, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def write_kv(k, v, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the cache.
 
-    slots: page * BLOCK + offset, int32 [T]; where it is -1, nothing is written.
+    slot_mapping: block * BLOCK + offset, int32 [T]; where it is -1, nothing is written.
     """
     k, v = _rows_dense(k), _rows_dense(v)
     tokens, kv_heads, dim = k.shape
     launch(
-        _write_kv, (tokens, kv_heads), k, v, slots, k_cache, v_cache, k.stride(0), v.stride(0), kv_heads,
+        _write_kv, (tokens, kv_heads), k, v, slot_mapping, k_cache, v_cache, k.stride(0), v.stride(0), kv_heads,
         DIM=dim, BLOCK_D=padded_width(dim), BLOCK=BLOCK, num_warps=1,
     )  # fmt: skip
 
 
 def tile_tokens(group: int) -> int:
-    """Query tokens of the smallest tile."""
+    """Return the query tokens that fit the smallest tile."""
     return max(1, (_SMALL_ROWS if group <= _SMALL_ROWS else _LARGE_ROWS) // group)
 
 
-def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> np.ndarray:
-    """Rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a tile; small ones first.
+def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+    """Return rows (first token, tokens, sequence), int32 [n, 3]: query tokens that share a tile; small ones first.
 
-    most: tokens of a run; None fits them to the tiles.
+    item_tokens: the tokens of an item; None fits them to the tiles.
     """
     small, large, first = [], [], 0
-    step = most or max(1, _LARGE_ROWS // group)
+    step = item_tokens or max(1, _LARGE_ROWS // group)
     for sequence, length in enumerate(lengths):
-        if most is None and length * group <= _SMALL_ROWS:
+        if item_tokens is None and length * group <= _SMALL_ROWS:
             small.append((first, length, sequence))
         else:
             large += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
@@ -228,25 +231,25 @@ def work_items(lengths: Sequence[int], group: int, most: int | None = None) -> n
 
 
 def small_lengths(lengths: Sequence[int], group: int) -> list[int]:
-    """Tokens of the small ones among the first `work_items`."""
+    """Return the tokens of the small ones among the first `work_items`."""
     return [length for length in lengths if length * group <= _SMALL_ROWS]
 
 
 def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -> int:
-    """Programs that share a small item's segments: a schedule."""
+    """Return the number of programs that share a small item's segments: a schedule."""
     return max(1, min(segments, -(-2 * multiprocessors(device) // (items * kv_heads))))
 
 
 def attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    items: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, table_starts: torch.Tensor,
+    items: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, block_table_starts: torch.Tensor,
     scale: float, window: int, small: int, small_tokens: int, longest: int, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of q [T, heads, head_dim] over the cache: out in q's dtype, and log-sum-exp fp32 [T, heads].
+    """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads].
 
-    items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; page j of sequence i
-    is tables[table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest: positions are below it.
-    splits: the schedule of small items; None chooses.
+    items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; block j of
+    sequence i is block_tables[block_table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest:
+    positions are below it. splits: the schedule of small items; None chooses.
     """
     q = q if q.stride(2) == 1 else q.contiguous()
     tokens, heads, dim = q.shape
@@ -260,7 +263,7 @@ def attention(
     def tiles(items, block_m, splits, rows, parts, **options):
         launch(
             _attention, (items.shape[0], kv_heads, splits),
-            q, k_cache, v_cache, items, positions, tables, table_starts, out, lse, parts,
+            q, k_cache, v_cache, items, positions, block_tables, block_table_starts, out, lse, parts,
             q.stride(0), q.stride(1), heads, kv_heads, rows, segments, scale * _LOG2E, window,
             SPLIT=splits > 1, BLOCK_M=block_m, **shape, **options,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import to_device
+from ..layout import to_device
 from .attention import padded_width
 from .launch import launch, multiprocessors, shared_memory
 
@@ -26,7 +26,7 @@ _mode = threading.Lock()  # torch has one for the process
 
 @triton.jit
 def _weights_and_grads(q, k, v, grad, lse, delta, row, column, scale, window):
-    """Of a tile [rows, columns]: attention weights, and gradients of the scores (Dao et al., 2022, section B.2)."""
+    """Return a tile's attention weights, and the gradients of its scores, [rows, columns] (Dao et al., 2022, B.2)."""
     seen = column[None, :] <= row[:, None]
     if window > 0:
         seen = seen & (column[None, :] > row[:, None] - window)
@@ -45,7 +45,7 @@ def _rows_of(t, token, h, heads, mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def _query_tile(q, grad, lse, delta, row, end, h, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries and upstream gradients [rows, D], log-sum-exp and delta [rows] of a head."""
+    """Load queries and upstream gradients [rows, D], log-sum-exp and delta [rows] of a head."""
     mask, place = row < end, row * heads + h
     queries = _rows_of(q, row, h, heads, mask, DIM, BLOCK_D)
     upstream = _rows_of(grad, row, h, heads, mask, DIM, BLOCK_D)
@@ -54,12 +54,15 @@ def _query_tile(q, grad, lse, delta, row, end, h, heads, DIM: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["window"])
 def _grad_q(
-    q, k, v, grad, lse, delta, out, blocks, heads, kv_heads, scale, window,
+    q, k, v, grad, lse, delta, out, tiles, heads, kv_heads, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of a head; keys ascending. blocks [n, 3]: first token, the sequence's first and end."""
-    block, h = tl.program_id(0), tl.program_id(1)
-    first, start, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1), tl.load(blocks + 3 * block + 2)
+    """Write the gradient of one tile of queries of a head; keys ascending.
+
+    tiles [n, 3]: first token, the sequence's first and end.
+    """
+    tile, h = tl.program_id(0), tl.program_id(1)
+    first, start, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     kv_head = h // (heads // kv_heads)
     row = first + tl.arange(0, TILE)
     queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
@@ -80,12 +83,12 @@ def _grad_q(
 
 @triton.jit(do_not_specialize=["window"])
 def _grad_kv(
-    q, k, v, grad, lse, delta, out_k, out_v, blocks, heads, kv_heads, scale, window,
+    q, k, v, grad, lse, delta, out_k, out_v, tiles, heads, kv_heads, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of a KV head; the group's heads, then queries ascending: no atomics, one order."""
-    block, kv_head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 2)
+    """Write the gradients of one tile of keys of a KV head: the group's heads, then queries ascending, no atomics."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 2)
     group = heads // kv_heads
     column = first + tl.arange(0, TILE)
     column_mask = column < end
@@ -111,30 +114,30 @@ def _grad_kv(
 
 
 def _triton_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """No atomics: every sum has one order."""
+    """Return the gradients by our kernels, without atomics: every sum has one order."""
     _, heads, dim = q.shape
     kv_heads = k.shape[1]
     delta = (grad.float() * out.float()).sum(-1)
     wide, width = q.element_size() == 4, padded_width(dim)
     tile = 64 if not wide else 32 if width <= 64 else 16
     ends = np.cumsum(lengths)
-    blocks = np.array(
+    tiles = np.array(
         [(first, end - n, end) for n, end in zip(lengths, ends, strict=True) for first in range(end - n, end, tile)],
         np.int32,
     ).reshape(-1, 3)
-    where = to_device(blocks, q.device)
+    where = to_device(tiles, q.device)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     common = (where, heads, kv_heads, scale, window)
     stages = 2 if shared_memory(q.device) >= 160_000 else 1
     warps = 8 if width > 64 or wide else 4
     shape: dict = dict(DIM=dim, BLOCK_D=width, TILE=tile, num_warps=warps, num_stages=stages)
-    launch(_grad_q, (len(blocks), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
-    launch(_grad_kv, (len(blocks), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
+    launch(_grad_q, (len(tiles), heads), q, k, v, grad, lse, delta, grads[0], *common, **shape)
+    launch(_grad_kv, (len(tiles), kv_heads), q, k, v, grad, lse, delta, grads[1], grads[2], *common, **shape)
     return grads
 
 
 def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """FlashAttention-2 (Dao, 2023) in its deterministic mode, which torch has as an operator of its varlen_attn."""
+    """Return the gradients by FlashAttention-2 (Dao, 2023) in its deterministic mode, an operator of torch's."""
     starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), q.device)
     state, most = torch.zeros(2, dtype=torch.uint64, device=q.device), max(lengths)
     settings: Any = torch.utils.deterministic
@@ -154,7 +157,7 @@ def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: fl
 
 @cache
 def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: int, windowed: bool) -> bool:
-    """True if the library takes such heads, repeats its bits and agrees with our kernels.
+    """Return True if the library takes such heads, repeats its bits and agrees with our kernels.
 
     Tried once, on random sequences.
     """
@@ -180,8 +183,18 @@ def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: in
     return same and all((a.float() - b.float()).abs().max() < b.float().abs().max() / 32 for a, b in pairs)
 
 
-def attention_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """Gradients of q, k and v in their dtype, for packed sequences [T, heads, D]; the same bits from run to run.
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v in their dtype, for packed sequences [T, heads, D].
 
     out, grad [T, heads, D]; lse [T, heads] fp32; lengths: of the sequences; window: keys a query sees, 0 is all.
     """

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .launch import aligned, launch
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_pytorch_tanh")
 _TILE = 1024
 _ROWS = 32  # that one program of a backward pass sums
 
@@ -34,13 +34,13 @@ def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr
 
 
 def _row(width: int) -> dict[str, int]:
-    """The block and warps of one row."""
+    """Return the block and warps of one row."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight * (x * rstd) in x's dtype and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows], for x [rows, width]."""
+    """Return weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows]; x [rows, width]."""
     x = aligned(x)
     rows, width = x.shape
     out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -52,7 +52,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def add_rms_norm(
     x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + update, its `rms_norm`), each in x's dtype, [rows, width], in one launch: the same bits as in two."""
+    """Return x + update and its `rms_norm`, [rows, width] in x's dtype, in one launch: the same bits as in two."""
     x, update = aligned(x), aligned(update)
     rows, width = x.shape
     total, out, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -65,7 +65,7 @@ def add_rms_norm(
 def _rms_norm_backward(
     grad, x, weight, rstd, grad_x, parts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows; `parts` gets their sum of the weight's gradient."""
+    """Write the gradients of ROWS rows, and their sum of the weight's gradient to `parts`."""
     program = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     mask = j < width
@@ -85,7 +85,7 @@ def _rms_norm_backward(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [rows, width] and weight [width], in their dtypes, from the result's; rstd fp32 [rows]."""
+    """Return the gradients of x [rows, width] and weight [width], in their dtypes, from the result's."""
     grad, x = grad.contiguous(), x.contiguous()
     rows, width = x.shape
     grad_x, programs = torch.empty_like(x), -(-rows // _ROWS)
@@ -105,7 +105,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _share(x, KIND: tl.constexpr):
-    """activation(x) / x: the share of x that passes."""
+    """Return activation(x) / x: the share of x that passes."""
     if KIND == 0:
         return _sigmoid(x)
     elif KIND == 1:
@@ -142,7 +142,7 @@ def _gated_backward(grad, gate, up, grad_gate, grad_up, size, KIND: tl.constexpr
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS (HF's `hidden_act`)."""
+    """Return activation(gate) * up in gate's dtype, [rows, width]; `name` is one of ACTIVATIONS."""
     gate, up = gate.contiguous(), up.contiguous()
     out, size = torch.empty_like(gate), gate.numel()
     launch(_gated, (-(-size // _TILE),), gate, up, out, size, KIND=ACTIVATIONS.index(name), TILE=_TILE, num_warps=4)
@@ -152,7 +152,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
 def gated_activation_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up, in their dtype, from the result's; all [rows, width]."""
+    """Return the gradients of gate and up, in their dtypes, from the result's; all [rows, width]."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     outs, size = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
     kind = ACTIVATIONS.index(name)
@@ -163,14 +163,14 @@ def gated_activation_backward(
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin fp32 [T, 2 F] of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
+    """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
     angle = (positions.float()[:, None] * inv_freq[None, :]).double()
     return tuple((f(angle) * scaling).float().repeat(1, 2) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
 
 
 @triton.jit
 def _rotary(q, k, cos, sin, q_out, k_out, stride_q, stride_k, heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr):
-    """One head of one token: as the model's code does it, each product and the sum rounded to the storage dtype."""
+    """Turn one head of one token as the model's code does: each product and the sum rounded to the storage dtype."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = q + token * stride_q + head * DIM, q_out + (token * heads + head) * DIM
     if head >= heads:
@@ -192,9 +192,9 @@ def _rotary(q, k, cos, sin, q_out, k_out, stride_q, stride_k, heads, kv_heads, D
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, heads, D], k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous results.
+    """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous.
 
-    The same bits as transformers' `apply_rotary_pos_emb`, in one launch.
+    The bits are those of transformers' `apply_rotary_pos_emb`, in one launch.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]

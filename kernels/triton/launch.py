@@ -30,17 +30,17 @@ def _properties(device: torch.device) -> Any:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of the device's multiprocessors; 4 in the interpreter."""
+    """Return the number of the device's multiprocessors; 4 in the interpreter."""
     return 4 if INTERPRETED else _properties(device).multi_processor_count
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
+    """Return the bytes of shared memory that one program may have."""
     return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, contiguous and from an address divisible by 16.
+    """Return the tensor, or a copy, contiguous and from an address divisible by 16.
 
     How many elements a thread loads may depend on it, and with them the order of a sum within a program.
     """

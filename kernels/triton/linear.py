@@ -24,7 +24,7 @@ FULL_WIDTH = 4096  # with as many output features, tiles alone fill a GPU
 
 
 def chunks(depth: int, features: int) -> int:
-    """The number of parts that K = `depth` is cut into for N = `features`: part of the contract."""
+    """Return the number of parts that K = `depth` is cut into for N = `features`: part of the contract."""
     return max(1, min(depth // MIN_CHUNK, FULL_WIDTH // features))
 
 
@@ -39,7 +39,7 @@ def _load_tile(pointer, rows, row_mask, stride, k, depth, EVEN_K: tl.constexpr, 
 
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile number -> its place; neighbours share rows of x and of the weight while they are in the L2 cache."""
+    """Return a tile's place from its number; neighbours share rows of x and the weight while L2 holds them."""
     span = GROUP_M * tiles_n
     first = tile // span * GROUP_M
     count = tl.minimum(tiles_m - first, GROUP_M)
@@ -53,7 +53,7 @@ def _linear(
     HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Up to three weights [n_i, depth] for the same x [rows, depth]; c_i chunks of s_i each."""
+    """Multiply x [rows, depth] with up to three weights [n_i, depth]; c_i chunks of s_i each."""
     program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first = tiles_m * tl.cdiv(n0, BLOCK_N) * (c0 if SPLIT else 1)
@@ -123,8 +123,10 @@ def _linear_persistent(
     HAS_BIAS: tl.constexpr, CHUNKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """One weight; x and w are descriptors for the copy engine (TMA), which fills up with zeros what lies outside. A
-    program computes one tile after the other and copies for the next while it writes the last."""
+    """Multiply with one weight; x and w are descriptors for the copy engine (TMA), which gives zeros outside of them.
+
+    A program computes one tile after the other and copies for the next while it writes the last.
+    """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=not CHUNKED):
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
@@ -149,7 +151,7 @@ _scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
 
 def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """A buffer, zeroed once; kernels leave counters at zero. None is ever freed: captured graphs know the address."""
+    """Return a buffer, zeroed once; kernels leave counters at zero. None is ever freed: graphs know the address."""
     buffers = _scratch.setdefault((device, dtype), [])
     if not buffers or buffers[-1].numel() < size:
         room = max(size, 2 * buffers[-1].numel() if buffers else 1 << 16)
@@ -158,7 +160,7 @@ def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Can the copy engine read the matrix? It wants addresses of rows that are divisible by 16."""
+    """Return whether the copy engine can read the matrix: it wants addresses of rows that are divisible by 16."""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 
@@ -169,7 +171,9 @@ def products(
     out_dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """x [rows, depth] @ w.T + bias for each of up to three weights [features, depth] of x's dtype, in one launch.
+    """Return x [rows, depth] @ w.T + bias for each of up to three weights [features, depth] of x's dtype.
+
+    One launch does it, but for persistent tiles.
 
     tile: the schedule; None takes this GPU's. It decides no bit.
     """

@@ -8,12 +8,15 @@ one, by sums of integers, which have no order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..ops import to_device
+from ..backend import Sampled, Scores
+from ..layout import to_device
 from .launch import aligned, launch
 
 _PART = 4096
@@ -23,7 +26,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _row(logits, settings, counters, banned, vocab):
-    """Temperature of this program's row, and what `_tempered` wants to know of the row."""
+    """Return the temperature of this program's row, and what `_tempered` wants to know of the row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + 3 * row)
     divisor = tl.where(temperature == 0.0, 1.0, temperature).to(tl.float32)
@@ -33,7 +36,7 @@ def _row(logits, settings, counters, banned, vocab):
 
 @triton.jit
 def _tempered(source, j):
-    """fp32 logits / T of tokens j; -inf for banned ones and beyond the vocabulary."""
+    """Return fp32 logits / T of tokens j; -inf for banned ones and beyond the vocabulary."""
     logits, vocab, divisor, banned, ban_first, ban_last = source
     z = tl.div_rn(tl.load(logits + j, mask=j < vocab, other=-_INFINITY), divisor)
     for b in range(ban_first, ban_last):
@@ -43,7 +46,7 @@ def _tempered(source, j):
 
 @triton.jit
 def _unkey(key):
-    """int64 -> the fp32 number that is its place in the order of all fp32 numbers."""
+    """Return the fp32 number whose place in the order of all fp32 numbers is `key`, int64."""
     bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
@@ -56,7 +59,7 @@ def _key(x):
 
 @triton.jit
 def _largest(peaks, parts, PARTS: tl.constexpr):
-    """The row's largest tempered logit, and whether the row has a distribution."""
+    """Return the row's largest tempered logit, and whether the row has a distribution."""
     p = tl.arange(0, PARTS)
     most = tl.max(tl.load(peaks + tl.program_id(0).to(tl.int64) * parts + p, mask=p < parts, other=-_INFINITY), 0)
     return most, tl.abs(most) < _INFINITY
@@ -64,7 +67,7 @@ def _largest(peaks, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _peaks(logits, settings, counters, banned, peaks, vocab, parts, PART: tl.constexpr):
-    """Each part's largest tempered logit; infinite if a logit is not finite."""
+    """Write each part's largest tempered logit; infinite if a logit is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, source = _row(logits, settings, counters, banned, vocab)
     j = part * PART + tl.arange(0, PART)
@@ -76,7 +79,7 @@ def _peaks(logits, settings, counters, banned, peaks, vocab, parts, PART: tl.con
 
 @triton.jit
 def _units(z, most, BY_MASS: tl.constexpr):
-    """What a token adds to a share, int64: 1, or its weight in units of 2^-40 of the most likely token's."""
+    """Return what a token adds to a share, int64: 1, or its weight in units of 2^-40 of the most likely token's."""
     if BY_MASS:
         return (tl.exp(z - most) * 1099511627776.0).to(tl.int64)
     return tl.full(z.shape, 1, tl.int64)
@@ -84,7 +87,7 @@ def _units(z, most, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _share(source, vocab, most, edge, BY_MASS: tl.constexpr, PART: tl.constexpr):
-    """Units and number of the tokens that reach the edge."""
+    """Return the units and the number of the tokens that reach the edge."""
     units, count = tl.zeros((PART,), tl.int64), tl.zeros((PART,), tl.int32)
     for start in range(0, vocab, PART):
         j = start + tl.arange(0, PART)
@@ -99,7 +102,7 @@ def _share(source, vocab, most, edge, BY_MASS: tl.constexpr, PART: tl.constexpr)
 def _threshold(
     source, vocab, most, floor, goal, candidates, BY_MASS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
-    """The largest number that tokens of `goal` units reach; those that reach `floor` have as many.
+    """Return the largest number that tokens of `goal` units reach; those that reach `floor` have as many.
 
     Passes over the row halve the range of values and that of their bits in turn, until the tokens between its ends fit
     `candidates` [ROOM]; the search ends among these.
@@ -164,7 +167,7 @@ def _thresholds(
 
 @triton.jit
 def _weights(z, most, threshold):
-    """fp64 weights of the tokens that reach the threshold, 0 for others."""
+    """Return fp64 weights of the tokens that reach the threshold, 0 for others."""
     return tl.where(z >= threshold, tl.exp(z - most), 0.0).to(tl.float64)
 
 
@@ -172,7 +175,7 @@ def _weights(z, most, threshold):
 def _sums(
     logits, settings, counters, banned, peaks, thresholds, sums, vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """sums f64 [R, 3, parts]: of weights, of weights times tempered logits less the largest, the first largest."""
+    """Write f64 [R, 3, parts]: sums of weights, and of weights * (tempered logit - largest); the first largest."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, source = _row(logits, settings, counters, banned, vocab)
     most, _ = _largest(peaks, parts, PARTS)
@@ -188,7 +191,7 @@ def _sums(
 
 @triton.jit
 def _mix(x):
-    """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014)."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea & Flood, 2014)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -196,7 +199,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, sample, position):
-    """fp64 in [0, 1) with 53 random bits, a pure function of its three arguments; the CPU's, too."""
+    """Return an fp64 in [0, 1) with 53 random bits, a pure function of its three arguments; the CPU's, too."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     x = _mix(seed.to(tl.uint64, bitcast=True) + golden)
     x = _mix(x ^ (sample.to(tl.uint64, bitcast=True) + golden))
@@ -206,7 +209,7 @@ def _uniform(seed, sample, position):
 
 @triton.jit
 def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
-    """The first token at which the cumulative weight exceeds `goal`; the last of the distribution where none does."""
+    """Return the first token at which the cumulative weight exceeds `goal`; the distribution's last where none does."""
     before = tl.zeros((), tl.float64)
     start = tl.full((), -_INFINITY, tl.float64)
     chosen, last = -1, 0
@@ -222,16 +225,16 @@ def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
     return tl.where(first < _NO_TOKEN, first, tl.max(tl.where(weights > 0.0, j, 0), 0)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize_on_alignment=["targets", "logprob", "entropy", "logsumexp", "argmax"])
 def _finish(
-    logits, settings, counters, banned, peaks, thresholds, sums, tokens, fields, vocab, parts,
-    PARTS: tl.constexpr, PART: tl.constexpr,
+    logits, settings, counters, banned, peaks, thresholds, sums, targets, tokens, logprob, entropy, logsumexp, argmax,
+    vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sums = sums + 3 * row * parts
     temperature, source = _row(logits, settings, counters, banned, vocab)
     most, finite = _largest(peaks, parts, PARTS)
-    threshold, token = tl.load(thresholds + row), tl.load(tokens + row)
+    threshold, token = tl.load(thresholds + row), tl.load(targets + row)
     total, mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     best = tl.full((), _NO_TOKEN, tl.float64)
     for part in range(parts):
@@ -246,27 +249,34 @@ def _finish(
             )
             token = _draw(source, most, threshold, sums, parts, u * total, PART)
         token = tl.minimum(token, vocab - 1)
-        tl.store(tokens + row, token)
+    tl.store(tokens + row, token)
 
     here = tl.max(_tempered(source, token + tl.arange(0, 1)), 0)
     log_total = tl.log(total)
     log_sum_exp = most.to(tl.float64) + log_total
     wrong = tl.where(finite, 0.0, float("nan")).to(tl.float64)
     kept = tl.where(here >= threshold, here.to(tl.float64) - log_sum_exp, -_INFINITY)
-    tl.store(fields + 4 * row, kept + wrong)
-    tl.store(fields + 4 * row + 1, log_total - mean / total + wrong)
-    tl.store(fields + 4 * row + 2, log_sum_exp + wrong)
-    tl.store(fields + 4 * row + 3, best + wrong)
+    tl.store(logprob + row, kept + wrong)
+    tl.store(entropy + row, log_total - mean / total + wrong)
+    tl.store(logsumexp + row, log_sum_exp + wrong)
+    tl.store(argmax + row, best + wrong)
 
 
-def sample(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samples, positions):
-    """Tempered, filtered, renormalised distribution of each row of fp32 logits [R, V], on their device.
+def sample(
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    banned: Sequence[Sequence[int]],
+    targets: torch.Tensor,
+    seeds: np.ndarray,
+    samples: np.ndarray,
+    positions: np.ndarray,
+) -> Sampled:
+    """Return a token of each row of fp32 logits [R, V], drawn or given, and its scores; see `Backend.sample`.
 
-    Per row (numpy): temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64, `banned` a
-    list of token-id lists, and the draw's seed u64, sample i64, position i64. tokens: int64 tensor (-1: draw one,
-    written in place). Returns fields f64 [R, 4] = (log-prob of the token, entropy, log-sum-exp, most likely token)
-    and thresholds f32 [R]: a token is in the distribution if its tempered logit reaches the threshold. NaN where a
-    row holds a non-finite logit. Waits for nothing.
+    Waits for nothing.
     """
     logits = aligned(logits)
     rows, vocab = logits.shape
@@ -286,8 +296,7 @@ def sample(logits, temperature, top_k, top_p, min_p, banned, tokens, seeds, samp
         launch(_thresholds, (rows,), *now, vocab, parts, ROOM=_PART, **shape, num_warps=16)
     sums = logits.new_empty((rows, 3, parts), dtype=torch.float64)
     launch(_sums, (rows, parts), *shared, peaks, thresholds, sums, vocab, parts, **shape, num_warps=8)
-    fields = logits.new_empty((rows, 4), dtype=torch.float64)
-    launch(
-        _finish, (rows,), *shared, peaks, thresholds, sums, tokens, fields, vocab, parts, **shape, num_warps=8,
-    )  # fmt: skip
-    return fields, thresholds
+    tokens, scores = torch.empty_like(targets), Scores(*logits.new_empty((4, rows), dtype=torch.float64).unbind())
+    results = tokens, *scores
+    launch(_finish, (rows,), *shared, peaks, thresholds, sums, targets, *results, vocab, parts, **shape, num_warps=8)
+    return Sampled(tokens, scores, thresholds)

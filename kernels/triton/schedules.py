@@ -30,7 +30,7 @@ class Tile:
 
 @cache
 def tables() -> dict:
-    """GPU name -> storage dtype -> rows of (up to M rows, up to N features, tile), the first that fits is taken."""
+    """Return GPU name -> storage dtype -> rows of (up to M rows, up to N features, tile); the first fit counts."""
     return json.loads(TABLES.read_text())
 
 
@@ -51,6 +51,6 @@ def _table(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, Til
 
 
 def linear_tile(device: torch.device, dtype: torch.dtype, rows: int, features: int) -> Tile:
-    """The tile for `rows` rows and `features` output features; the last of the table for what is larger than all."""
+    """Return the tile for `rows` rows and `features` output features; the table's last for what is larger than all."""
     table = _table(device, dtype)
     return next((tile for m, n, tile in table if rows <= m and features <= n), table[-1][2])

@@ -289,8 +289,8 @@ def test_rescoring_shares_prefixes_and_changes_no_bit(checkpoint):
             (alone,), (top,) = token_logprobs(model, [prompt + completion], params, return_argmax=True)
             assert torch.equal(scores, alone[len(prompt) :])
             assert torch.equal(best, top[len(prompt) :])
-    shared = ops.PagedLayout.packed([40, 8], 1, torch.device("cpu"), [0, 32])
-    assert shared.tables.tolist() == [0, 1, 0, 2]
+    shared = ops.packed_layout([40, 8], 1, torch.device("cpu"), [0, 32])
+    assert shared.block_tables.tolist() == [0, 1, 0, 2]
     assert shared.positions.tolist() == [*range(40), *range(32, 40)]
     swapped = [([*other[:32], 5], [6, 7]), ([*long[:32], 5], [6, 7])]  # what a mistaken prefix would do
     with pytest.MonkeyPatch.context() as patch:

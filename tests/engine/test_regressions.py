@@ -44,15 +44,15 @@ def test_a_prefill_of_one_token_after_a_full_hit_changes_nothing(checkpoint):
     assert pairs(hot) == pairs(cold)
 
 
-def test_equal_prompts_in_one_prefill_batch_keep_their_pages(checkpoint):
-    """Pages freed while in use when two equal prompts share a prefill batch (mini-sglang)."""
+def test_equal_prompts_in_one_prefill_batch_keep_their_blocks(checkpoint):
+    """Blocks freed while in use when two equal prompts share a prefill batch (mini-sglang)."""
     llm = engine(checkpoint("llama"), tokens=320)
     prompt = prompt_of(70)
     params = [SamplingParams(max_tokens=m, seed=m, ignore_eos=True) for m in (2, 20, 20)]
     ids = [llm.add_request(prompt, p) for p in params]
     first = llm.step()
     assert len(first) == 3, "not one prefill batch"
-    late = llm.add_request(prompt_of(70, 1), params[1])  # takes the pages that get free
+    late = llm.add_request(prompt_of(70, 1), params[1])  # takes the blocks that get free
     last = run_all(llm)
     for request_id, p in zip(ids, params, strict=True):
         assert pairs(last[request_id]) == pairs(generate(engine(checkpoint("llama")), [prompt], p)[0])

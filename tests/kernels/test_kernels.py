@@ -174,26 +174,26 @@ def dense_attention(q, k, v, scale, window):
     [(9, 3, 64, 0), (5, 1, 20, 0), (4, 2, 80, 50), (4, 4, 16, 7), (30, 1, 16, 0)],
 )
 @pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
-def test_attention_in_any_chunks_and_pages_is_the_same_bits(heads, kv_heads, dim, window, dtype, threads):
+def test_attention_in_any_chunks_and_blocks_is_the_same_bits(heads, kv_heads, dim, window, dtype, threads):
     length, scale = 150, dim**-0.5
     q, k, v = torch.randn(length, heads, dim), torch.randn(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
     q, k, v = (t.to(dtype) for t in (q, k, v))
-    whole = ops.attention(q, k, v, ops.PagedLayout.packed([length], heads // kv_heads, q.device), scale, window)
+    whole = ops.attention(q, k, v, ops.packed_layout([length], heads // kv_heads, q.device), scale, window)
     budget = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     exact = dense_attention(q.float(), k.float(), v.float(), scale, window)
     assert ((whole.double() - exact).abs() <= budget * (1 + exact.abs()) * 4).all()
     rng = np.random.default_rng(0)
-    pages = rng.permutation(9)[:5].astype(np.int32)
-    cache = cpu.new_kv_cache(9, kv_heads, dim, dtype)
+    block_table = rng.permutation(9)[:5].astype(np.int32)
+    cache = cpu.new_kv_cache(9, kv_heads, dim, dtype, q.device)
     for tensor in cache:
         tensor.fill_(math.nan)  # nothing unwritten is read
     start = 0
     while start < length:
         count = min(length - start, int(rng.choice([1, 1, 2, 5, 31, 40])))
         positions = np.arange(start, start + count, dtype=np.int32)
-        slots = pages[positions // 32] * np.int32(32) + positions % 32
+        slot_mapping = block_table[positions // 32] * np.int32(32) + positions % 32
         items = cpu.work_items([count], heads // kv_heads)
-        layout = ops.PagedLayout([count], positions, slots, pages, np.zeros(1, np.int32), items)
+        layout = ops.PagedLayout([count], positions, slot_mapping, block_table, np.zeros(1, np.int32), items)
         part = slice(start, start + count)
         out, _ = ops.paged_attention(q[part], k[part], v[part], cache, layout, scale, window)
         assert torch.equal(out.to(dtype).view(torch.int8), whole[part].contiguous().view(torch.int8))
@@ -202,8 +202,8 @@ def test_attention_in_any_chunks_and_pages_is_the_same_bits(heads, kv_heads, dim
 
 def test_packed_sequences_do_not_see_each_other():
     q, k, v = torch.randn(100, 4, 16), torch.randn(100, 2, 16), torch.randn(100, 2, 16)
-    both = ops.attention(q, k, v, ops.PagedLayout.packed([37, 63], 2, q.device), 0.25)
-    alone = ops.attention(q[37:], k[37:], v[37:], ops.PagedLayout.packed([63], 2, q.device), 0.25)
+    both = ops.attention(q, k, v, ops.packed_layout([37, 63], 2, q.device), 0.25)
+    alone = ops.attention(q[37:], k[37:], v[37:], ops.packed_layout([63], 2, q.device), 0.25)
     assert torch.equal(both[37:], alone)
 
 
@@ -213,7 +213,7 @@ def gradients(function, tensors, upstream):
 
 
 def cases():
-    layout = ops.PagedLayout.packed([70, 1, 300], 3, torch.device("cpu"))
+    layout = ops.packed_layout([70, 1, 300], 3, torch.device("cpu"))
 
     def dense(window):
         def run(q, k, v):
@@ -285,7 +285,7 @@ from samebits.kernels.cpu.simd import LANES
 g = torch.Generator().manual_seed(3)
 x, w, n = (torch.randn(*s, generator=g) for s in ((21, 100), (172, 100), (100,)))
 q, k, v = (torch.randn(45, h, 20, generator=g) for h in (6, 2, 2))
-layout = ops.PagedLayout.packed([45], 3, q.device)
+layout = ops.packed_layout([45], 3, q.device)
 tables = ops.rotary_tables(torch.arange(99), n.abs(), 1.0)
 p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
 outs = [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES["cpu"]), ops.rms_norm(x, n, 1e-5),
@@ -348,7 +348,7 @@ def test_a_default_dtype_of_the_callers_changes_nothing():
     params = ops.RowParams.repeat(5)
 
     def everything():
-        layout = ops.PagedLayout.packed([5], 1, x.device)
+        layout = ops.packed_layout([5], 1, x.device)
         q = x[:, :20].reshape(5, 1, 20)
         hidden, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
         logprob, entropy, _ = ops.token_logprobs(hidden, weight, None, torch.arange(5), params)

@@ -90,15 +90,15 @@ def test_arrival_counters_are_left_at_zero():
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
-    """q, k, v of packed sequences, and their keys and values in scattered pages of a cache full of NaN."""
+    """q, k, v of packed sequences, and their keys and values in scattered blocks of a cache full of NaN."""
     torch.manual_seed(0)
     total = sum(lengths)
     q, k, v = (torch.randn(total, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
-    layout = ops.PagedLayout.packed(lengths, heads // kv_heads, torch.device("cpu"))
-    shuffle = np.random.default_rng(0).permutation(layout.pages).astype(np.int32)
-    layout.tables = shuffle[layout.tables]
-    layout.slots = shuffle[layout.slots // paged.BLOCK] * paged.BLOCK + layout.slots % paged.BLOCK
-    cache = kernels.new_kv_cache(layout.pages, kv_heads, dim, dtype, torch.device("cpu"))
+    layout = ops.packed_layout(lengths, heads // kv_heads, torch.device("cpu"))
+    shuffle = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int32)
+    layout.block_tables = shuffle[layout.block_tables]
+    layout.slot_mapping = shuffle[layout.slot_mapping // paged.BLOCK] * paged.BLOCK + layout.slot_mapping % paged.BLOCK
+    cache = kernels.new_kv_cache(layout.num_blocks, kv_heads, dim, dtype, torch.device("cpu"))
     for part in cache:
         part.fill_(math.nan)
     return q, k, v, cache, layout
@@ -131,10 +131,10 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
     exact = reference_attention(q.double(), k.double(), v.double(), lengths, scale, window)
     assert error(out, exact, exact.abs().max()) < 1e-6 + 2 * ROUNDING[dtype]
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    tables = torch.from_numpy(layout.tables)
+    tables = torch.from_numpy(layout.block_tables)
     for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
         one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
-        start = torch.from_numpy(layout.table_starts[sequence[token]][None])
+        start = torch.from_numpy(layout.block_table_starts[sequence[token]][None])
         alone = paged.attention(
             q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
         )
@@ -288,20 +288,22 @@ def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
         [[], [], [], [], [], [3, 4, 5], [int(logits[6].argmax())], [], [], [], [], []],
     )
     counters = np.arange(rows, dtype=np.uint64) * 7919 + 2**63, np.arange(rows), np.arange(rows) * 5
-    tokens, drawn = [torch.full((rows,), -1), torch.full((rows,), -1)], []
-    tokens[0][10] = tokens[1][10] = 77
-    for backend, chosen in zip((kernels, cpu), tokens, strict=True):
-        settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
-        drawn.append(backend.sample(logits.clone(), *settings, chosen, *counters))
-    (fields, edges), (expected, expected_edges) = drawn
+    targets = torch.full((rows,), -1)
+    targets[10] = 77
+    given = logits.clone(), targets.clone()
+    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+    ours, theirs = (backend.sample(logits, *settings, targets, *counters) for backend in (kernels, cpu))
+    assert torch.equal(logits.nan_to_num(7.0), given[0].nan_to_num(7.0)) and torch.equal(targets, given[1])
     sound = torch.arange(rows) != 3
-    assert torch.equal(tokens[0][sound], tokens[1][sound])
-    assert torch.equal(edges[sound], expected_edges[sound])
-    assert fields[3].isnan().all()
-    assert expected[3].isnan().all()
-    assert error(fields[sound, :3], expected[sound, :3], 1.0) < 1e-6
-    decided = sound & (expected[:, 3] >= 0)
-    assert torch.equal(fields[decided, 3], expected[decided, 3])
+    assert torch.equal(ours.tokens[sound], theirs.tokens[sound])
+    assert ours.tokens[10] == theirs.tokens[10] == 77
+    assert torch.equal(ours.thresholds[sound], theirs.thresholds[sound])
+    for values, expected in zip(ours.scores, theirs.scores, strict=True):
+        assert values[3].isnan() and expected[3].isnan()
+    for values, expected in zip(ours.scores[:3], theirs.scores[:3], strict=True):
+        assert error(values[sound], expected[sound], 1.0) < 1e-6
+    decided = sound & (theirs.scores.argmax >= 0)
+    assert torch.equal(ours.scores.argmax[decided], theirs.scores.argmax[decided])
 
 
 def row_of(kind: str, vocab: int) -> torch.Tensor:
@@ -340,7 +342,7 @@ def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
 def edge_of(row, top_k=0, top_p=1.0) -> float:
     now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
     counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    return float(kernels.sample(row[None], *now, [[]], torch.tensor([0]), *counters)[1])
+    return float(kernels.sample(row[None], *now, [[]], torch.tensor([0]), *counters).thresholds)
 
 
 @pytest.mark.parametrize(

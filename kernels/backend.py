@@ -1,0 +1,208 @@
+"""The border between the ops and the kernels of one kind of device: what `ops.backend` gives.
+
+A backend is a package that has the names of `Backend`: `kernels/cpu`, `kernels/triton`. What all of them promise:
+
+- Tensors are on the backend's device, arrays are numpy's, on the host.
+- The storage dtype is fp32, bf16 or fp16. A forward function computes in fp32 and rounds each result once, to nearest
+  even, to the dtype that its docstring gives.
+- The bits of a row of a forward function's result depend on that row's arguments (for attention: its sequence's keys
+  and values, too) and on weights alone. Its tree is a function of the model's shape, dtype and device; `trees` names
+  it, and the numerics contract holds the name.
+- A backward function gives the same bits from run to run, but they may depend on the batch.
+- No function writes into an argument unless its docstring says so, and none records anything for autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import PagedLayout
+
+
+class Scores(NamedTuple):
+    """A token's log-prob and its distribution's statistics, f64 [R] each, in nats. argmax: the most likely token's id.
+
+    argmax is -1 where the backend did not look for it: on CPUs, for a token drawn by chance. All are NaN where a row's
+    logits aren't finite.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+
+
+class Sampled(NamedTuple):
+    """Tokens int64 [R], their scores, and thresholds fp32 [R]: a lower tempered logit is outside the distribution."""
+
+    tokens: Tensor
+    scores: Scores
+    thresholds: Tensor
+
+
+class Backend(Protocol):
+    """The kernels for one kind of device; see the module's docstring for what holds for all of them."""
+
+    BLOCK: int
+    """The keys of a KV block, which is also attention's block of keys."""
+    GRAPHS: bool
+    """True if a step's launches can be recorded and replayed."""
+    LOGIT_ROWS: int
+    """The rows of logits in memory at a time, where a trainer doesn't say."""
+    ACTIVATIONS: tuple[str, ...]
+    """The activations that `gated_activation` knows, by HF's names (`hidden_act`)."""
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise a RuntimeError that says what is missing, unless the kernels can run on the device."""
+
+    def trees(self, device: torch.device) -> dict[str, str]:
+        """Return the fields of the numerics contract that these kernels decide."""
+
+    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what is compiled once per machine for a storage dtype."""
+
+    # --- linear
+
+    def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return a weight [features, depth] in the layout that `linear_packed` reads fastest, in the weight's dtype.
+
+        out: the result of an earlier call for the same shape and dtype; it is overwritten and returned.
+        """
+
+    def packed_rows(self, packed: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows [*rows.shape, depth] of the weight that `pack` was given; rows int64."""
+
+    def storage(self, tensor: Tensor) -> Any:
+        """Return a tensor as `linear_packed` takes it: the same memory, made once per weight."""
+
+    def linear_packed(
+        self, x: Tensor, weights: list[tuple[Any, int, Tensor | None]], dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch.
+
+        x [rows, depth]; weights: (`storage` of a `pack`ed weight, features, bias [features] or None).
+        """
+
+    def linear_unpacked(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return x @ weight.T + bias, [rows, features] in `dtype`: the bits of `linear_packed`.
+
+        x [rows, depth]; weight [features, depth] of any strides; bias [features] or None.
+        """
+
+    def gradient_product(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x @ weight.T, [rows, features] in `dtype`, for a backward pass; operands in the weight's dtype."""
+
+    def linear_resume(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Add x @ weight.T to `out` fp32 [rows, features], in place, for a backward pass."""
+
+    # --- row-wise ops
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows]; x [rows, width].
+
+        Source: Zhang & Sennrich, 2019.
+        """
+
+    def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x [rows, width] and weight [width], in their dtypes, from the result's."""
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return x + update and its `rms_norm`, [rows, width] in x's dtype, in one launch: the same bits as in two.
+
+        The sum is rounded before it is normed.
+        """
+
+    def gated_activation(self, gate: Tensor, up: Tensor, name: str) -> Tensor:
+        """Return activation(gate) * up in gate's dtype, all [rows, width]; `name` is one of ACTIVATIONS."""
+
+    def gated_activation_backward(self, grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate and up [rows, width], in their dtypes, from the result's."""
+
+    def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions int64 [T] * inv_freq fp32 [F], by fp64."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype.
+
+        Each product and each sum is rounded: the bits of transformers' `apply_rotary_pos_emb`.
+        """
+
+    # --- attention
+
+    def new_kv_cache(
+        self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, each [num_blocks, ...] in the backend's own layout, not initialised.
+
+        Raises NotImplementedError for a head_dim that the kernels don't take.
+        """
+
+    def tile_tokens(self, group: int) -> int:
+        """Return the query tokens that fit the smallest tile; group: query heads per KV head."""
+
+    def work_items(self, lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+        """Return rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a tile.
+
+        A schedule: it decides no bit. lengths: query tokens of each sequence; group: query heads per KV head;
+        item_tokens: the tokens of an item, None fits them to the tiles.
+        """
+
+    def write_kv(self, k: Tensor, v: Tensor, layout: PagedLayout, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write k and v [T, kv_heads, D], in the cache's dtype, to the layout's slots in the cache, in place."""
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, scale: float, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return causal attention of q [T, heads, D] over the cache, and the log-sum-exp of its scores fp32 [T, heads].
+
+        The first has q's shape, in fp32 (CPU) or q's dtype (Triton): the caller rounds to q's. window: the keys that a
+        query sees, itself included; 0 is all.
+        """
+
+    def attention_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        lengths: Sequence[int],
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q [T, heads, D], k and v [T, kv_heads, D], in their dtypes, for packed sequences.
+
+        out, lse: what `attention` gave; grad: of the output, [T, heads, D]; lengths: tokens of each sequence, whose sum
+        is T.
+        """
+
+    # --- from logits to tokens
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        banned: Sequence[Sequence[int]],
+        targets: Tensor,
+        seeds: np.ndarray,
+        samples: np.ndarray,
+        positions: np.ndarray,
+    ) -> Sampled:
+        """Return a token of each row of fp32 logits [R, V], drawn or given, and its scores.
+
+        The distribution is tempered, filtered (top-k, top-p, min-p, in this order; ties at an edge stay in) and
+        renormalised. [R] each: temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64,
+        `banned` lists of token ids, targets int64 (the token to score, or -1 to draw one), and the draw's counters:
+        seeds u64, samples i64, positions i64.
+        """

@@ -1,0 +1,49 @@
+"""Both backends have the names and signatures of the border between ops and kernels. (mypy compares their types.)"""
+
+import inspect
+
+import pytest
+import torch
+
+from samebits.kernels import cpu, ops, triton
+from samebits.kernels.backend import Backend
+
+FUNCTIONS = {name: f for name, f in vars(Backend).items() if inspect.isfunction(f) and not name.startswith("_")}
+CONSTANTS = set(Backend.__annotations__)
+
+
+def parameters(function) -> list[tuple]:
+    """Name, kind and default of each parameter but `self`."""
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in found if p.name != "self"]
+
+
+@pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+def test_a_backend_has_the_names_of_the_protocol_and_no_others(backend):
+    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+def test_a_backend_s_functions_have_the_signatures_of_the_protocol(backend, name):
+    assert parameters(getattr(backend, name)) == parameters(FUNCTIONS[name])
+
+
+def test_both_backends_know_the_same_activations():
+    assert cpu.ACTIVATIONS == triton.ACTIVATIONS
+
+
+def test_a_device_without_kernels_is_refused():
+    with pytest.raises(NotImplementedError, match="no kernels for device 'meta'; supported: cpu, cuda"):
+        ops.backend(torch.device("meta"))
+
+
+@pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+@pytest.mark.parametrize(("lengths", "group"), [([1, 1, 1], 3), ([5, 1, 200, 64], 4), ([7], 100)])
+@pytest.mark.parametrize("limited", [False, True])
+def test_work_items_cover_every_token_once(backend, lengths, group, limited):
+    most = backend.tile_tokens(group) if limited else None
+    items = backend.work_items(lengths, group, most)
+    covered = sorted((first + i, sequence) for first, count, sequence in items.tolist() for i in range(count))
+    assert covered == list(enumerate(sequence for sequence, length in enumerate(lengths) for _ in range(length)))
+    assert not limited or max(count for _, count, _ in items.tolist()) <= most
