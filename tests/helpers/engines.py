@@ -2,16 +2,11 @@
 
 import functools
 import json
-import os
 import random
 import shutil
-import signal
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
@@ -87,6 +82,13 @@ def assert_idle(llm):
     assert not llm.has_unfinished_requests()
 
 
+def assert_untouched(llm, checksums):
+    """Idle, as on its first day: an engine that other tests may go on with."""
+    assert_idle(llm)
+    assert llm.ready and not llm.engine.paused and not llm.engine.num_steps_in_flight
+    assert (llm.weight_version, llm.weight_checksums()) == (0, checksums)
+
+
 def trainer_logprobs(model, sequences, params=None, **kwargs):
     with torch.no_grad():
         return [lp.tolist() for lp in token_logprobs(model, sequences, params, **kwargs)]
@@ -102,28 +104,3 @@ def copy_of(checkpoint, folder, generation_config=None, **config):
         old = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**old, **config}))
     return path
-
-
-class Once:
-    """Wraps a function: call number `at` runs `what` first."""
-
-    def __init__(self, function, at, what):
-        self.function, self.left, self.what = function, at, what
-
-    def __call__(self, *args):
-        self.left -= 1
-        if self.left == 0:
-            self.what()
-        return self.function(*args)
-
-
-def fail(error):
-    def what():
-        raise error
-
-    return what
-
-
-def ctrl_c():
-    os.kill(os.getpid(), signal.SIGINT)
-    sum(range(10_000))  # the handler runs between two bytecodes
