@@ -1,48 +1,13 @@
-"""How layers are cut into stages, and the simulation of many GPUs."""
+"""The simulation of many GPUs."""
 
-import itertools
 import pathlib
-import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from samebits.model.stage import shift_layer, split_by_size, split_layers
-
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def test_a_split_is_as_good_as_the_best_of_all():
-    rng = random.Random(0)
-    for _ in range(50):
-        count, stages = rng.randint(3, 8), rng.randint(1, 3)
-        costs, head = [rng.randint(1, 9) for _ in range(count)], rng.randint(0, 20)
-        found = split_layers(costs, head, stages)
-        assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])] and found[-1][1] == count
-
-        def dearest(cuts, costs=costs, head=head, count=count):
-            bounds = list(itertools.pairwise((0, *cuts, count)))
-            return max(sum(costs[a:b]) + (head if b == count else 0) for a, b in bounds)
-
-        best = min(dearest(cuts) for cuts in itertools.combinations(range(1, count), stages - 1))
-        assert dearest([b for _, b in found[:-1]]) == best
-        assert all(b > a for a, b in found)
-
-
-def test_layers_are_cut_by_what_they_weigh(checkpoint):
-    path = checkpoint("llama", num_hidden_layers=4)  # its head weighs as much as a layer and a half
-    assert split_by_size(path, 2) == [(0, 3), (3, 4)]
-    with pytest.raises(ValueError, match="the model has 4 layers"):
-        split_by_size(path, 5)
-
-
-def test_a_tensors_name_follows_its_layer():
-    name = "model.layers.3.self_attn.q_proj.weight"
-    assert shift_layer(name, 9) == "model.layers.12.self_attn.q_proj.weight"
-    assert shift_layer(shift_layer(name, 9), -9) == name
-    assert shift_layer("model.embed_tokens.weight", 3) == "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
