@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -112,8 +112,8 @@ class Scheduler:
             seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
         if not batch.sequences:
-            late = any(s.num_pending for s in (*self.running, *self.waiting))
-            assert late or not self.has_work, "nothing scheduled though there is work"
+            late = (s.num_pending for queue in (self.running, self.waiting) for s in queue)  # the first one, mostly
+            assert not self.has_work or any(late), "nothing scheduled though there is work"
         return batch
 
     def _waits(self, seq: Sequence) -> bool:
@@ -139,7 +139,9 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-        queue.remove(seq)
+        place = bisect_left(queue, seq.seq_id, key=_arrival)  # no search: a queue may be long
+        assert queue[place] is seq, f"{seq} is not where its arrival puts it"
+        del queue[place]
         self.blocks.free(seq)
         seq.num_scheduled_tokens = 0
         seq.stale_kv = False
