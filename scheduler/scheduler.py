@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 from .block_manager import BlockManager
@@ -112,8 +113,8 @@ class Scheduler:
             seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
             budget -= self._take(batch, seq, tokens)
         if not batch.sequences:
-            late = (s.num_pending for queue in (self.running, self.waiting) for s in queue)  # the first one, mostly
-            assert not self.has_work or any(late), "nothing scheduled though there is work"
+            late = any(seq.num_pending for seq in chain(self.running, self.waiting))  # mostly the first one
+            assert late or not self.has_work, "nothing scheduled though there is work"
         return batch
 
     def _waits(self, seq: Sequence) -> bool:

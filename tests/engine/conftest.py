@@ -28,9 +28,9 @@ def shared(engines_to_read):
         if key not in engines_to_read:
             llm = engine(path, **settings)
             engines_to_read[key] = llm, llm.weight_checksums()
+        llm = engines_to_read[key][0]
+        llm.reset_prefix_cache(reset_running_requests=key not in used)  # which takes in steps under way, too
         used[key] = engines_to_read[key]
-        llm = used[key][0]
-        llm.reset_prefix_cache()
         return llm
 
     yield get

@@ -4,7 +4,7 @@ import pytest
 
 from samebits import SamplingParams
 
-from helpers.engines import PROMPT, assert_idle, generate, pairs, prompt_of, run_all
+from helpers.engines import PROMPT, assert_idle, check, generate, pairs, prompt_of, run_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,7 +17,7 @@ def test_abort_frees_the_blocks_and_harms_nobody(llm):
         llm.step()
     used = llm.stats().kv_blocks_used
     assert llm.abort(gone)
-    llm.engine.scheduler.check()
+    check(llm)
     assert llm.stats().kv_blocks_used < used
     assert not llm.abort(gone), "it isn't there any more"
     last = run_all(llm)
@@ -34,7 +34,7 @@ def test_abort_before_the_siblings_of_a_group_started(shared, checkpoint):
     llm.step()
     assert llm.stats().num_running == 1, "the siblings have started: this test proves nothing"
     assert llm.abort(gone)
-    llm.engine.scheduler.check()
+    check(llm)
     last = run_all(llm)
     assert [c.finish_reason for c in last[gone].completions] == ["abort"] * 4
     assert {c.finish_reason for c in last[kept].completions} == {"length"}

@@ -7,7 +7,7 @@ import pytest
 from samebits import CheckpointError, SamplingParams
 
 from helpers import faults
-from helpers.engines import PROMPT, assert_idle, copy_of, engine, generate, one, pairs, prompt_of, run_all
+from helpers.engines import PROMPT, assert_idle, check, copy_of, engine, generate, one, pairs, prompt_of, run_all
 from helpers.faults import ctrl_c, fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +41,7 @@ def test_a_failure_reaches_the_caller_of_generate_and_the_engine_stays_usable(
     with pytest.raises(error):
         generate(llm, prompts, params)
     assert signal.getsignal(signal.SIGINT) is handler
-    llm.engine.scheduler.check()
+    check(llm)
     assert llm.unfinished_request_ids == [queued], "the call's own requests are gone, the others stay"
     assert llm.stats().num_running + llm.stats().num_waiting == 2
     again = generate(llm, prompts, params)

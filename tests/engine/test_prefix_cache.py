@@ -4,7 +4,7 @@ import pytest
 
 from samebits import SamplingParams
 
-from helpers.engines import generate, pairs, prompt_of, run_all
+from helpers.engines import check, generate, pairs, prompt_of, run_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,5 +30,5 @@ def test_a_reset_of_the_prefix_cache_leaves_running_requests_alone(llm):
     request = llm.add_request(prompt_of(50), params)
     llm.step()
     llm.reset_prefix_cache()
-    llm.engine.scheduler.check()
+    check(llm)
     assert pairs(run_all(llm)[request]) == pairs(expected)

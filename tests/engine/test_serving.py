@@ -9,7 +9,7 @@ from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.engine import RequestOutputKind
 from samebits.trainer import exact_model, token_logprobs
 
-from helpers.engines import PROMPT
+from helpers.engines import PROMPT, check
 from helpers.models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_old_kv_that_is_kept_is_marked_not_shared_and_forgotten_by_a_preemption(
     for _ in range(5):
         own.step()
     own.update_weights(new, recompute_running=False)
-    own.engine.scheduler.check()
+    check(own)
     for _ in range(40):
         own.step()
     assert not own.engine.scheduler.blocks.block_of, "old KV was published"

@@ -14,6 +14,7 @@ from samebits.trainer import exact_model
 from helpers.engines import (
     PROMPT,
     assert_idle,
+    check,
     copy_of,
     engine,
     generate,
@@ -66,7 +67,7 @@ def test_an_update_during_generation_gives_version_spans_and_each_token_is_its_v
     for _ in range(5):
         llm.step()
     assert llm.update_weights(new, version=7) == 7
-    llm.engine.scheduler.check()
+    check(llm)
     last = run_all(llm)
     for c in last[request].completions:
         assert c.weight_versions == [VersionSpan(0, 0, 5), VersionSpan(7, 5, 12)]
