@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server bench-server bench-scale lint package-folder docs bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
@@ -13,6 +13,7 @@ help:
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
 	@echo "make bench-scale  stages and replicas on this machine"
+	@echo "make bench-driver  the driver's own time by samples that wait"
 	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under eight minutes"
 	@echo "make loc        code lines per package"
 	@echo "make clean      removes the virtual environment and caches in this folder"
@@ -60,6 +61,9 @@ bench-server: setup
 
 bench-scale: setup
 	$(BIN)/python benchmarks/scale.py
+
+bench-driver: setup
+	$(BIN)/python benchmarks/driver.py --replicas
 
 gpu: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[gpu]'

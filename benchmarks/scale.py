@@ -33,8 +33,6 @@ from tqdm import tqdm
 
 from samebits import LLM, SamplingParams
 from samebits.cli.bench import WORKLOADS, measure
-from samebits.cluster.replicated_engine import ReplicatedEngine
-from samebits.engine import EngineConfig
 from samebits.engine.model_runner import ModelRunner
 from samebits.model import exact_model, resolve
 from samebits.model.exact import load_config
@@ -143,21 +141,20 @@ def rounds_of(
 
 
 def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[float]]:
-    """Of updates from a module to 1 and to 2 replicas of one thread each, in turn; the first three, which make groups
-    and touch memory for the first time, are not counted."""
+    """Of updates from a module to an engine in this process and to 2 replicas, of one thread each, in turn; the first
+    three, which make groups and touch memory for the first time, are not counted."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
-    path = resolve(model)
-    engines = {n: ReplicatedEngine(path, EngineConfig(replicas=n, backend="ray", **settings)) for n in (1, 2)}
     source = exact_model(model, dtype)
-    times: dict[int, list[float]] = {n: [] for n in engines}
-    for _ in range(repeats + 3):
-        for count, engine in engines.items():
-            start = time.perf_counter()
-            engine.update_weights(source)
-            times[count].append(time.perf_counter() - start)
-    for engine in engines.values():
-        engine.close()
+    times: dict[int, list[float]] = {1: [], 2: []}
+    with contextlib.ExitStack() as stack:
+        engines = {count: stack.enter_context(LLM(model, replicas=count, **settings)) for count in times}
+        for _ in tqdm(range(repeats + 3), desc=f"updates, {dtype}", unit="round"):
+            for count, llm in engines.items():
+                start = time.perf_counter()
+                llm.update_weights(source)
+                times[count].append(time.perf_counter() - start)
     return {count: found[3:] for count, found in times.items()}
 
 
@@ -168,10 +165,11 @@ def trace(model: str, in_flight: int = 4) -> dict:
     llm = LLM(model, pipeline_parallel_size=2, batches_in_flight=in_flight, kv_cache_memory_bytes=2**29,
               skip_tokenizer_init=True)  # fmt: skip
     work = WORKLOADS["mixed"]()
-    llm.generate(work["prompts"][:2], SamplingParams(max_tokens=4), use_tqdm=False)
+    prompts = [[min(t, llm.model_config.vocab_size - 1) for t in p] for p in work["prompts"]]
+    llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)
     llm.engine.workers.collective_rpc("take_trace")
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
-    llm.generate(work["prompts"], params, use_tqdm=False)
+    llm.generate(prompts, params, use_tqdm=False)
     stages = llm.engine.workers.collective_rpc("take_trace")
     layers = split_by_size(llm.path, 2)
     llm.close()
@@ -300,7 +298,7 @@ def main() -> None:
             continue
         updates = results[dtype]["update_seconds"] = update_seconds(args.model, dtype)
         medians = {n: statistics.median(t) for n, t in updates.items()}
-        console.print(f"weight update: 1 replica {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
+        console.print(f"weight update: an engine here {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
                       f"{medians[2] / medians[1]:.2f} x")  # fmt: skip
     summary = {"cpus": os.cpu_count(), "torch": torch.__version__, "dtypes": results}
     if not args.only:

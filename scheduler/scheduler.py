@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain
@@ -140,7 +140,9 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-        queue.remove(seq)
+        place = bisect_left(queue, seq.seq_id, key=_arrival)  # no search: a queue may be long
+        assert queue[place] is seq, f"{seq} is not where its arrival puts it"
+        del queue[place]
         self.blocks.free(seq)
         seq.num_scheduled_tokens = 0
         seq.stale_kv = False

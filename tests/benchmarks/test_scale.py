@@ -1,69 +1,28 @@
-"""How layers are cut into stages, and the simulation of many GPUs."""
+"""The simulation of many GPUs, and that the measurements of stages and replicas run."""
 
-import itertools
+import json
 import pathlib
-import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from samebits.model.stage import shift_layer, split_by_size, split_layers
+import scale as measured
+import simulate_scale as scale
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_a_split_is_as_good_as_the_best_of_all():
-    rng = random.Random(0)
-    for _ in range(50):
-        count, stages = rng.randint(3, 8), rng.randint(1, 3)
-        costs, head = [rng.randint(1, 9) for _ in range(count)], rng.randint(0, 20)
-        found = split_layers(costs, head, stages)
-        assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])] and found[-1][1] == count
-
-        def dearest(cuts, costs=costs, head=head, count=count):
-            bounds = list(itertools.pairwise((0, *cuts, count)))
-            return max(sum(costs[a:b]) + (head if b == count else 0) for a, b in bounds)
-
-        best = min(dearest(cuts) for cuts in itertools.combinations(range(1, count), stages - 1))
-        assert dearest([b for _, b in found[:-1]]) == best
-        assert all(b > a for a, b in found)
-
-
-def test_layers_are_cut_by_what_they_weigh(checkpoint):
-    path = checkpoint("llama", num_hidden_layers=4)  # its head weighs as much as a layer and a half
-    assert split_by_size(path, 2) == [(0, 3), (3, 4)]
-    with pytest.raises(ValueError, match="the model has 4 layers"):
-        split_by_size(path, 5)
-
-
-def test_a_tensors_name_follows_its_layer():
-    name = "model.layers.3.self_attn.q_proj.weight"
-    assert shift_layer(name, 9) == "model.layers.12.self_attn.q_proj.weight"
-    assert shift_layer(shift_layer(name, 9), -9) == name
-    assert shift_layer("model.embed_tokens.weight", 3) == "model.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module")
-def scale():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import simulate_scale
-    finally:
-        sys.path.pop(0)
-    return simulate_scale
-
-
 @pytest.fixture
-def profile(scale):
+def profile():
     return scale.Profile(
         "a", "b", 4, {"base": 1e-3, "per_token": 1e-5, "per_context_token": 0.0}, {"base": 2e-3, "per_row": 1e-5},
         3e-3, 1000, 10**9, 100,
     )  # fmt: skip
 
 
-def test_pipeline_times_are_the_closed_form(scale):
+def test_pipeline_times_are_the_closed_form():
     for stages, batches in ((1, 5), (3, 7), (4, 4)):
         times = scale.pipeline_times(np.full((batches, stages), 0.5), 0.0, in_flight=stages)
         expected = 0.5 * (np.arange(batches)[:, None] + np.arange(stages)[None] + 1)
@@ -72,7 +31,7 @@ def test_pipeline_times_are_the_closed_form(scale):
     assert np.allclose(alone[:, 1], [1.1 * n for n in (1, 2, 3, 4)]), "one batch in flight: no overlap"
 
 
-def test_one_simulated_gpu_is_hand_arithmetic(scale, profile):
+def test_one_simulated_gpu_is_hand_arithmetic(profile):
     """8 samples of exactly 32 tokens: a prefill step and 31 decode steps, no sync but the load of the weights."""
     workload = scale.Workload(prompts=8, group=1, prompt_tokens=10, median=32, sigma=0.0, max_tokens=64, steps=1)
     found = scale.simulate(profile, scale.Layout(1), workload)
@@ -82,7 +41,7 @@ def test_one_simulated_gpu_is_hand_arithmetic(scale, profile):
     assert found.tokens == 256 and found.seconds == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_a_simulated_failure_costs_the_restart_and_the_kv(scale, profile):
+def test_a_simulated_failure_costs_the_restart_and_the_kv(profile):
     """The same with a failure in the middle of the 12th step: its tokens stay, all 22 of a sequence are computed again,
     and sample the 13th."""
     workload = scale.Workload(prompts=8, group=1, prompt_tokens=10, median=32, sigma=0.0, max_tokens=64, steps=1)
@@ -97,7 +56,7 @@ def test_a_simulated_failure_costs_the_restart_and_the_kv(scale, profile):
     assert found.seconds == pytest.approx(failure + 0.5 + again + 19 * decode + found.sync_seconds, rel=1e-9)
 
 
-def test_simulated_tokens_dont_depend_on_the_layout_and_more_gpus_are_faster(scale, profile):
+def test_simulated_tokens_dont_depend_on_the_layout_and_more_gpus_are_faster(profile):
     workload = scale.Workload(prompts=64, group=4, prompt_tokens=64, median=100, sigma=0.5, max_tokens=400, steps=1)
     found = [scale.simulate(profile, scale.Layout(gpus, stages), workload) for gpus, stages in
              ((1, 1), (2, 1), (2, 2), (4, 1), (8, 2), (16, 4))]  # fmt: skip
@@ -116,3 +75,29 @@ def test_the_simulation_says_what_is_missing():
         text=True,
     )
     assert done.returncode == 2 and "scale.py --profile" in done.stderr
+
+
+def test_a_layout_is_measured_and_the_figures_are_written(checkpoint, monkeypatch, tmp_path):
+    arguments = ["--model", str(checkpoint("llama")), "--dtypes", "float32", "--starts", "1", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *arguments, "--only", "1 stage", "--out", str(tmp_path / "out.json")])
+    measured.main()
+    (rates,) = json.loads((tmp_path / "out.json").read_text())["dtypes"]["float32"]["output_tok_s"].values()
+    assert len(rates) == 1 and rates[0] > 0
+
+
+def test_updates_are_measured_on_an_engine_here_and_on_two_replicas(checkpoint, ray_cluster, monkeypatch, one_thread):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the measurement sets, and which this puts back
+    times = measured.update_seconds(str(checkpoint("llama")), "float32", repeats=2)
+    assert set(times) == {1, 2} and all(len(each) == 2 and min(each) > 0 for each in times.values())
+
+
+@pytest.mark.slow
+def test_the_whole_measurement_runs(checkpoint, tmp_path):
+    arguments = ["--model", str(checkpoint("llama")), "--dtypes", "float32", "--starts", "1", "--rounds", "1"]
+    files = ["--out", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.png")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), *arguments, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["dtypes"]["float32"]["output_tok_s"]) == 3 and set(found["trace"]) >= {"busy", "both"}
+    assert (tmp_path / "trace.png").stat().st_size > 0

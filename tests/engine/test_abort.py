@@ -4,7 +4,7 @@ import pytest
 
 from samebits import SamplingParams
 
-from helpers.engines import PROMPT, assert_idle, engine, generate, pairs, prompt_of, run_all
+from helpers.engines import PROMPT, assert_idle, check, generate, pairs, prompt_of, run_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,7 +17,7 @@ def test_abort_frees_the_blocks_and_harms_nobody(llm):
         llm.step()
     used = llm.stats().kv_blocks_used
     assert llm.abort(gone)
-    llm.engine.scheduler.check()
+    check(llm)
     assert llm.stats().kv_blocks_used < used
     assert not llm.abort(gone), "it isn't there any more"
     last = run_all(llm)
@@ -27,14 +27,14 @@ def test_abort_frees_the_blocks_and_harms_nobody(llm):
     assert_idle(llm)
 
 
-def test_abort_before_the_siblings_of_a_group_started(checkpoint):
-    llm = engine(checkpoint("llama"), max_num_batched_tokens=16)
+def test_abort_before_the_siblings_of_a_group_started(shared, checkpoint):
+    llm = shared(checkpoint("llama"), max_num_batched_tokens=16)
     gone = llm.add_request(prompt_of(70), SamplingParams(n=4, max_tokens=20))
     kept = llm.add_request(PROMPT, SamplingParams(n=2, max_tokens=5, seed=1))
     llm.step()
     assert llm.stats().num_running == 1, "the siblings have started: this test proves nothing"
     assert llm.abort(gone)
-    llm.engine.scheduler.check()
+    check(llm)
     last = run_all(llm)
     assert [c.finish_reason for c in last[gone].completions] == ["abort"] * 4
     assert {c.finish_reason for c in last[kept].completions} == {"length"}
@@ -49,9 +49,9 @@ def test_abort_of_a_finished_request_takes_nothing_from_its_reader(llm):
     assert len(run_all(llm)[done].completions[0].token_ids) == 2
 
 
-def test_abort_right_after_the_siblings_started_leaves_no_copy_that_hurts(checkpoint):
+def test_abort_right_after_the_siblings_started_leaves_no_copy_that_hurts(shared, checkpoint):
     """The new samples' copies of the partial block are still pending when their request goes."""
-    llm = engine(checkpoint("llama"), tokens=256)
+    llm = shared(checkpoint("llama"), tokens=256)
     params = SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True)
     expected = generate(llm, [prompt_of(50, 1)], params)[0]
     kept = llm.add_request(prompt_of(50, 1), params)
@@ -65,8 +65,8 @@ def test_abort_right_after_the_siblings_started_leaves_no_copy_that_hurts(checkp
     assert pairs(last[late]) == pairs(generate(llm, [prompt_of(60, 3)], params)[0])
 
 
-def test_abort_of_a_request_that_waits_or_never_was(checkpoint):
-    llm = engine(checkpoint("llama"), max_num_seqs=1)
+def test_abort_of_a_request_that_waits_or_never_was(shared, checkpoint):
+    llm = shared(checkpoint("llama"), max_num_seqs=1)
     first, second = (llm.add_request(PROMPT, SamplingParams(max_tokens=5)) for _ in range(2))
     llm.step()
     assert llm.abort(second)

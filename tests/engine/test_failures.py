@@ -3,27 +3,12 @@
 import signal
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from samebits import CheckpointError, SamplingParams
-from samebits.engine.request import Request, Sample
 
-from helpers.engines import (
-    PROMPT,
-    VOCAB,
-    Once,
-    assert_idle,
-    copy_of,
-    ctrl_c,
-    engine,
-    fail,
-    generate,
-    one,
-    pairs,
-    prompt_of,
-    run_all,
-)
+from helpers import faults
+from helpers.engines import PROMPT, assert_idle, check, copy_of, engine, generate, one, pairs, prompt_of, run_all
+from helpers.faults import ctrl_c, fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,89 +23,69 @@ LOOP_FAILURES = {
 
 @pytest.mark.parametrize("name", LOOP_FAILURES)
 @pytest.mark.parametrize("at", [1, 2, 6])
-def test_a_failure_reaches_the_caller_of_generate_and_the_engine_stays_usable(checkpoint, monkeypatch, name, at):
+def test_a_failure_reaches_the_caller_of_generate_and_the_engine_stays_usable(
+    shared, checkpoint, monkeypatch, name, at
+):
     what, error = LOOP_FAILURES[name]
-    llm = engine(checkpoint("llama"), max_num_batched_tokens=40)
+    path = checkpoint("llama")
+    llm = engine(path, max_num_batched_tokens=40)
     prompts = [prompt_of(60, 1), prompt_of(60, 1), prompt_of(5, 2)]
     params = SamplingParams(n=3, max_tokens=15, seed=1, ignore_eos=True)
-    expected = generate(engine(checkpoint("llama")), prompts, params)
+    expected = generate(shared(path), prompts, params)
     long = SamplingParams(n=2, max_tokens=200, seed=1, ignore_eos=True)  # outlives the calls of generate
     queued = llm.add_request(prompt_of(9), long)
     llm.step()
     handler = signal.getsignal(signal.SIGINT)
     assert handler is signal.default_int_handler, "pytest has a handler of its own: Ctrl-C is not tested"
-    monkeypatch.setattr(
-        llm.engine.executor.workers[0].runner, "run", Once(llm.engine.executor.workers[0].runner.run, at, what)
-    )
+    faults.before_step(monkeypatch, llm, what, at)
     with pytest.raises(error):
         generate(llm, prompts, params)
     assert signal.getsignal(signal.SIGINT) is handler
-    llm.engine.scheduler.check()
-    assert set(llm.engine.requests) == {queued}, "the call's own requests are gone, the others stay"
+    check(llm)
+    assert llm.unfinished_request_ids == [queued], "the call's own requests are gone, the others stay"
     assert llm.stats().num_running + llm.stats().num_waiting == 2
     again = generate(llm, prompts, params)
     assert list(map(pairs, again)) == list(map(pairs, expected))
-    assert pairs(run_all(llm)[queued]) == pairs(generate(engine(checkpoint("llama")), [prompt_of(9)], long)[0])
+    assert pairs(run_all(llm)[queued]) == pairs(generate(shared(path), [prompt_of(9)], long)[0])
     assert_idle(llm)
 
 
-def test_ctrl_c_while_requests_are_submitted_leaves_none_behind(llm, monkeypatch):
-    add = llm.engine.scheduler.add
-    monkeypatch.setattr(llm.engine.scheduler, "add", lambda seq: (add(seq), seq.seq_id == 1 and ctrl_c()))
+def test_ctrl_c_while_requests_are_submitted_leaves_none_behind(own, monkeypatch):
+    faults.after_queueing(monkeypatch, own, ctrl_c, at=2)
     with pytest.raises(KeyboardInterrupt):
-        generate(llm, [PROMPT, PROMPT, PROMPT], SamplingParams(max_tokens=3))
-    assert_idle(llm)
+        generate(own, [PROMPT, PROMPT, PROMPT], SamplingParams(max_tokens=3))
+    assert_idle(own)
 
 
-def test_a_failure_in_step_reaches_the_caller_and_the_requests_go_on(llm, monkeypatch):
+def test_a_failure_in_step_reaches_the_caller_and_the_requests_go_on(own, monkeypatch):
     params = SamplingParams(n=2, max_tokens=9, seed=1, ignore_eos=True)
-    expected = generate(llm, [PROMPT], params)[0]
-    request = llm.add_request(PROMPT, params)
-    llm.step()
-    monkeypatch.setattr(
-        llm.engine.executor.workers[0].runner,
-        "run",
-        Once(llm.engine.executor.workers[0].runner.run, 1, fail(RuntimeError("out of luck"))),
-    )
+    expected = generate(own, [PROMPT], params)[0]
+    request = own.add_request(PROMPT, params)
+    own.step()
+    faults.before_step(monkeypatch, own, fail(RuntimeError("out of luck")), at=1)
     with pytest.raises(RuntimeError, match="out of luck"):
-        llm.step()
-    assert pairs(run_all(llm)[request]) == pairs(expected)
+        own.step()
+    assert pairs(run_all(own)[request]) == pairs(expected)
 
 
-def test_a_failure_while_one_request_takes_its_token_harms_no_other(llm, monkeypatch):
+def test_a_failure_while_one_request_takes_its_token_harms_no_other(own, monkeypatch):
     params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
-    expected = generate(llm, [PROMPT], params)[0]
-    failing, other = llm.add_request(prompt_of(9), params), llm.add_request(PROMPT, params)
-    llm.step()
-    real = Request.check_stop
-
-    def check_stop(self, sample, tokenizer):
-        if self.request_id == failing:
-            raise ValueError("the tokenizer can't decode this")
-        real(self, sample, tokenizer)
-
-    monkeypatch.setattr(Request, "check_stop", check_stop)
-    last = run_all(llm)
+    expected = generate(own, [PROMPT], params)[0]
+    failing, other = own.add_request(prompt_of(9), params), own.add_request(PROMPT, params)
+    own.step()
+    faults.before_stop_check(monkeypatch, failing, fail(ValueError("the tokenizer can't decode this")))
+    last = run_all(own)
     failed = last[failing].completions[0]
     assert (failed.finish_reason, failed.stop_reason) == ("error", "ValueError: the tokenizer can't decode this")
     assert pairs(last[other]) == pairs(expected)
-    assert_idle(llm)
+    assert_idle(own)
 
 
-def with_nan(source, folder, name, row):
-    """A copy of a checkpoint with NaN in one row of a tensor."""
-    path = copy_of(source, folder)
-    state = load_file(path / "model.safetensors")
-    state[name][row] = float("nan")
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-def test_nan_ends_its_request_with_an_error_and_the_others_go_on(checkpoint, caplog):
+def test_nan_ends_its_request_with_an_error_and_the_others_go_on(shared, checkpoint, caplog):
     llm = engine(checkpoint("qwen3"))
-    llm.engine.executor.workers[0].runner.model.get_input_embeddings().weight.data[77] = float("nan")
+    faults.embed_nan(llm, 77)
     params = SamplingParams(max_tokens=6, seed=1)
-    expected = generate(engine(checkpoint("qwen3")), [PROMPT], params)[0]
+    expected = generate(shared(checkpoint("qwen3")), [PROMPT], params)[0]
     assert 77 not in [*PROMPT, *expected.completions[0].token_ids]
     good, bad = llm.add_request(PROMPT, params, "good"), llm.add_request([5, 77, 6], params, "bad")
     last = run_all(llm)
@@ -136,51 +101,43 @@ def test_nan_ends_its_request_with_an_error_and_the_others_go_on(checkpoint, cap
 
 def test_nan_in_a_single_logit_is_an_error_too(checkpoint):
     llm = engine(checkpoint("llama3-bias"))
-    llm.engine.executor.workers[0].runner.head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
-    llm.engine.executor.workers[0].runner.head.bias.data[500] = float("nan")
+    faults.logit_nan(llm, 500)
     assert generate(llm, [PROMPT], SamplingParams(max_tokens=3))[0].completions[0].finish_reason == "error"
     assert_idle(llm)
 
 
-def test_a_checkpoint_with_nan_is_not_blamed_on_the_cpu(checkpoint, tmp_path):
-    path = with_nan(checkpoint("qwen3"), tmp_path, "lm_head.weight", 5)
-    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' holds NaN"):
-        engine(path)
-
-
-def test_a_handler_of_the_callers_own_runs_after_the_step(llm, monkeypatch):
+def test_a_handler_of_the_callers_own_runs_after_the_step(own, monkeypatch):
     """An exception from it in the middle of a step would leave half a step behind."""
     calls = []
-    before = signal.signal(signal.SIGINT, lambda *_: calls.append(llm.stats().generation_tokens))
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(own.stats().generation_tokens))
     try:
-        real = Sample.append
-        monkeypatch.setattr(Sample, "append", lambda *a: (ctrl_c(), real(*a)))
-        llm.add_request(PROMPT, SamplingParams(n=3, max_tokens=4, ignore_eos=True))
-        llm.step()
+        faults.before_token(monkeypatch, ctrl_c)
+        own.add_request(PROMPT, SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+        own.step()
     finally:
         signal.signal(signal.SIGINT, before)
     assert calls == [3], "not held back until all three samples had their token"
 
 
-def test_an_error_while_reporting_loses_no_result(llm, monkeypatch):
-    request = llm.add_request(PROMPT, SamplingParams(max_tokens=1))
+def test_an_error_while_reporting_loses_no_result(own, monkeypatch):
+    request = own.add_request(PROMPT, SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "take_output", lambda *_: ctrl_c())
+        faults.before_output(patch, ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            llm.step()
-    assert llm.has_unfinished_requests()
-    assert [o.request_id for o in llm.step()] == [request]
+            own.step()
+    assert own.has_unfinished_requests()
+    assert [o.request_id for o in own.step()] == [request]
 
 
-def test_a_failed_step_counts_nothing(llm, monkeypatch):
-    llm.add_request(prompt_of(20), SamplingParams(max_tokens=1))
+def test_a_failed_step_counts_nothing(own, monkeypatch):
+    own.add_request(prompt_of(20), SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor.workers[0].runner, "run", lambda *args: 1 / 0)
+        faults.before_step(patch, own, fail(ZeroDivisionError()))
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                llm.step()
-    run_all(llm)
-    assert (llm.stats().steps, llm.stats().prompt_tokens_computed) == (1, 20)
+                own.step()
+    run_all(own)
+    assert (own.stats().steps, own.stats().prompt_tokens_computed) == (1, 20)
 
 
 def test_a_broken_tokenizer_is_refused_at_once_and_can_be_done_without(checkpoint, tmp_path):

@@ -11,16 +11,16 @@ from helpers.engines import PROMPT, assert_idle, engine, generate, one, pairs, p
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_outputs_come_in_the_order_of_the_prompts_whoever_finishes_first(checkpoint):
+def test_outputs_come_in_the_order_of_the_prompts_whoever_finishes_first(shared, checkpoint):
     path = checkpoint("llama")
     prompts = [prompt_of(n, n) for n in (40, 1, 9, 70, 3)]
     params = [SamplingParams(max_tokens=m, seed=m, ignore_eos=True) for m in (3, 30, 1, 12, 20)]
-    outputs = generate(engine(path, max_num_seqs=3, max_num_batched_tokens=16), prompts, params)
+    outputs = generate(shared(path, max_num_seqs=3, max_num_batched_tokens=16), prompts, params)
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert [len(o.completions[0].token_ids) for o in outputs] == [3, 30, 1, 12, 20]
     assert all(o.finished and o.completions[0].finish_reason == "length" for o in outputs)
     for prompt, setting, output in zip(prompts, params, outputs, strict=True):
-        assert pairs(output) == pairs(generate(engine(path), [prompt], setting)[0])
+        assert pairs(output) == pairs(generate(shared(path), [prompt], setting)[0])
 
 
 def test_one_sampling_params_serves_all_prompts(llm):
@@ -43,11 +43,12 @@ def test_without_sampling_params_the_defaults_apply(llm):
 
 
 def test_samples_of_a_group_share_the_prompt(llm):
-    prompt = prompt_of(75)
+    prompt, before = prompt_of(75), llm.stats()
     output = generate(llm, [prompt], SamplingParams(n=6, max_tokens=5, seed=3, ignore_eos=True))[0]
     stats = llm.stats()
-    assert stats.prompt_tokens_computed == 75, "the prompt was computed more than once"
-    assert stats.generation_tokens == 30
+    computed = stats.prompt_tokens_computed - before.prompt_tokens_computed
+    assert computed == 75, "the prompt was computed more than once"
+    assert stats.generation_tokens - before.generation_tokens == 30
     for i, completion in enumerate(output.completions):
         assert completion.index == i
         assert len(completion.token_ids) == len(completion.logprobs) == 5
@@ -57,10 +58,10 @@ def test_samples_of_a_group_share_the_prompt(llm):
 @pytest.mark.parametrize(
     "settings", [{"max_num_seqs": 1}, {"max_num_seqs": 2, "tokens": 96}, {"max_num_batched_tokens": 7}]
 )
-def test_a_group_is_the_same_whether_its_samples_run_together_or_one_by_one(checkpoint, settings):
+def test_a_group_is_the_same_whether_its_samples_run_together_or_one_by_one(shared, checkpoint, settings):
     path, prompt, params = checkpoint("llama"), prompt_of(50), SamplingParams(n=5, max_tokens=20, seed=3)
-    together = generate(engine(path), [prompt], params)[0]
-    assert pairs(generate(engine(path, **settings), [prompt], params)[0]) == pairs(together)
+    together = generate(shared(path), [prompt], params)[0]
+    assert pairs(generate(shared(path, **settings), [prompt], params)[0]) == pairs(together)
 
 
 def test_logprobs_are_the_trainers_bit_for_bit_at_any_temperature_in_bf16(checkpoint):

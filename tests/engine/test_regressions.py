@@ -12,15 +12,16 @@ from samebits.engine.model_runner import ModelRunner
 from samebits.model.checkpoint import StoredWeights
 from samebits.trainer import exact_model
 
+from helpers import faults
 from helpers.engines import BLOCK, PROMPT, SETTINGS, engine, generate, pairs, prompt_of, run_all
 from helpers.models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_neighbours_prefix_hit_changes_nothing(checkpoint):
+def test_a_neighbours_prefix_hit_changes_nothing(llm):
     """Prefix hit of a neighbour switches the kernel for all (nano-vLLM)."""
-    llm, params = engine(checkpoint("llama")), SamplingParams(max_tokens=12, seed=1, prompt_logprobs=True)
+    params = SamplingParams(max_tokens=12, seed=1, prompt_logprobs=True)
     cold = generate(llm, [prompt_of(45, 1)], params)[0]
     warm = prompt_of(90, 2)
     generate(llm, [warm], SamplingParams(max_tokens=1))
@@ -30,13 +31,9 @@ def test_a_neighbours_prefix_hit_changes_nothing(checkpoint):
     assert (pairs(beside), beside.prompt_logprobs) == (pairs(cold), cold.prompt_logprobs)
 
 
-def test_a_prefill_of_one_token_after_a_full_hit_changes_nothing(checkpoint):
+def test_a_prefill_of_one_token_after_a_full_hit_changes_nothing(llm):
     """One-token prefill after a full prefix hit not invariant (vLLM #57016)."""
-    llm, prompt, params = (
-        engine(checkpoint("llama")),
-        prompt_of(2 * BLOCK + 1),
-        SamplingParams(n=2, max_tokens=20, seed=1),
-    )
+    prompt, params = prompt_of(2 * BLOCK + 1), SamplingParams(n=2, max_tokens=20, seed=1)
     cold = generate(llm, [prompt], params)[0]
     computed = llm.stats().prompt_tokens_computed
     hot = generate(llm, [prompt], params)[0]
@@ -44,9 +41,9 @@ def test_a_prefill_of_one_token_after_a_full_hit_changes_nothing(checkpoint):
     assert pairs(hot) == pairs(cold)
 
 
-def test_equal_prompts_in_one_prefill_batch_keep_their_blocks(checkpoint):
+def test_equal_prompts_in_one_prefill_batch_keep_their_blocks(shared, checkpoint):
     """Blocks freed while in use when two equal prompts share a prefill batch (mini-sglang)."""
-    llm = engine(checkpoint("llama"), tokens=320)
+    llm = shared(checkpoint("llama"), tokens=320)
     prompt = prompt_of(70)
     params = [SamplingParams(max_tokens=m, seed=m, ignore_eos=True) for m in (2, 20, 20)]
     ids = [llm.add_request(prompt, p) for p in params]
@@ -55,8 +52,8 @@ def test_equal_prompts_in_one_prefill_batch_keep_their_blocks(checkpoint):
     late = llm.add_request(prompt_of(70, 1), params[1])  # takes the blocks that get free
     last = run_all(llm)
     for request_id, p in zip(ids, params, strict=True):
-        assert pairs(last[request_id]) == pairs(generate(engine(checkpoint("llama")), [prompt], p)[0])
-    assert pairs(last[late]) == pairs(generate(engine(checkpoint("llama")), [prompt_of(70, 1)], params[1])[0])
+        assert pairs(last[request_id]) == pairs(generate(shared(checkpoint("llama")), [prompt], p)[0])
+    assert pairs(last[late]) == pairs(generate(shared(checkpoint("llama")), [prompt_of(70, 1)], params[1])[0])
 
 
 def test_rows_of_a_batch_come_in_order_of_arrival(checkpoint, monkeypatch):
@@ -79,9 +76,9 @@ def test_rows_of_a_batch_come_in_order_of_arrival(checkpoint, monkeypatch):
     assert all(order == sorted(order) for order in orders)
 
 
-def test_neighbours_with_all_kinds_of_parameters_run_in_one_batch(checkpoint):
+def test_neighbours_with_all_kinds_of_parameters_run_in_one_batch(shared, checkpoint):
     """Neighbours with different sampling parameters crash the loop (VeXact)."""
-    llm = engine(checkpoint("llama"))
+    llm = shared(checkpoint("llama"))
     params = [
         SamplingParams(max_tokens=6, seed=i, **s, **extra)
         for i, (s, extra) in enumerate(
@@ -93,7 +90,7 @@ def test_neighbours_with_all_kinds_of_parameters_run_in_one_batch(checkpoint):
         )
     ]
     for p, output in zip(params, generate(llm, [PROMPT] * len(params), params), strict=True):
-        alone = generate(engine(checkpoint("llama")), [PROMPT], p)[0]
+        alone = generate(shared(checkpoint("llama")), [PROMPT], p)[0]
         assert output.completions == alone.completions
         assert output.prompt_logprobs == alone.prompt_logprobs
 
@@ -112,14 +109,11 @@ def test_running_out_of_memory_makes_steps_smaller_or_ends_one_request(checkpoin
     expected = LLM(path).generate(prompts, params, use_tqdm=False)
 
     def limited(llm, too_much):
-        submit = llm.engine.executor.submit
-
         def check(plan):
             if too_much(plan.token_ids):
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return submit(plan)
 
-        monkeypatch.setattr(llm.engine.executor, "submit", check)
+        faults.before_step(monkeypatch, llm, check)
         return llm.generate(prompts, params, use_tqdm=False)
 
     for most in (1, 3, 20):
@@ -162,15 +156,15 @@ def test_weights_come_back_from_files_only_while_these_are_the_same(checkpoint, 
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_async_scheduling_starts_a_step_before_the_last_ones_tokens_are_known(checkpoint, n):
+def test_async_scheduling_starts_a_step_before_the_last_ones_tokens_are_known(shared, checkpoint, n):
     """The same results; what comes after a stop goes nowhere."""
     path = checkpoint("llama")
     params = SamplingParams(n=n, max_tokens=30, min_tokens=5, logprobs=2, raw_logprobs=True, seed=3)
-    stop = engine(path).generate(PROMPT, params, use_tqdm=False)[0].completions[0].token_ids[7]
+    stop = shared(path).generate(PROMPT, params, use_tqdm=False)[0].completions[0].token_ids[7]
     params = dataclasses.replace(params, stop_token_ids=[stop])
     runs = []
     for overlap in (False, True):
-        llm, finished, under_way = engine(path, async_scheduling=overlap, max_num_batched_tokens=24), {}, set()
+        llm, finished, under_way = shared(path, async_scheduling=overlap, max_num_batched_tokens=24), {}, set()
         for i in range(4):
             llm.add_request(PROMPT if i == 0 else prompt_of(20 * i), params)
         while llm.has_unfinished_requests():

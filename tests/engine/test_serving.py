@@ -9,17 +9,10 @@ from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.engine import RequestOutputKind
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers.engines import PROMPT, check
 from helpers.models import make_checkpoint
 
-PROMPT = [17, 900, 3, 44]
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def llm(checkpoint):
-    return LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
 
 
 def one(llm, params, prompt=PROMPT):
@@ -45,7 +38,7 @@ def test_deltas_join_to_what_generate_returns_and_final_only_comes_once(llm):
         assert [(s.start, s.end) for p in parts for s in p.weight_versions] == [(i, i + 1) for i in range(len(parts))]
 
 
-def test_ranks_count_the_more_probable_tokens(llm, checkpoint):
+def test_ranks_count_the_more_probable_tokens(llm):
     completion = one(llm, SamplingParams(max_tokens=6, seed=2, logprobs=1000, min_tokens=6)).completions[0]
     for token, rank, top in zip(completion.token_ids, completion.ranks, completion.top_logprobs, strict=True):
         assert list(top)[rank - 1] == token
@@ -54,70 +47,70 @@ def test_ranks_count_the_more_probable_tokens(llm, checkpoint):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_frees_what_it_says_and_running_requests_lose_no_bit(llm, level):
+def test_sleep_frees_what_it_says_and_running_requests_lose_no_bit(own, level):
     params = SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True)
-    alone = one(llm, params)
-    request = llm.add_request(PROMPT, params)
+    alone = one(own, params)
+    request = own.add_request(PROMPT, params)
     for _ in range(9):
-        llm.step()
-    assert llm.sleep(level) == llm.kv_cache_bytes + (llm.weight_bytes if level == 2 else 0)
-    assert llm.sleep(level) == 0
+        own.step()
+    assert own.sleep(level) == own.kv_cache_bytes + (own.weight_bytes if level == 2 else 0)
+    assert own.sleep(level) == 0
     with pytest.raises(RuntimeError, match="wake_up"):
-        llm.step()
-    llm.wake_up()
-    while llm.has_unfinished_requests():
-        last = llm.step()
+        own.step()
+    own.wake_up()
+    while own.has_unfinished_requests():
+        last = own.step()
     assert dataclasses.replace(last[-1], request_id=alone.request_id) == alone
     assert last[-1].request_id == request
 
 
-def test_weights_that_were_dropped_after_an_update_need_another(llm, tmp_path):
+def test_weights_that_were_dropped_after_an_update_need_another(own, tmp_path):
     state = exact_model(make_checkpoint(tmp_path / "new", "llama", seed=5)).state_dict()
-    llm.update_weights(state.items())
-    expected = one(llm, SamplingParams(max_tokens=5, seed=1))
-    llm.sleep(level=2)
-    llm.wake_up()
-    assert not llm.ready
+    own.update_weights(state.items())
+    expected = one(own, SamplingParams(max_tokens=5, seed=1))
+    own.sleep(level=2)
+    own.wake_up()
+    assert not own.ready
     with pytest.raises(RuntimeError, match="update_weights"):
-        one(llm, SamplingParams(max_tokens=5))
-    llm.update_weights(state.items())
-    assert one(llm, SamplingParams(max_tokens=5, seed=1)).completions[0].logprobs == expected.completions[0].logprobs
+        one(own, SamplingParams(max_tokens=5))
+    own.update_weights(state.items())
+    assert one(own, SamplingParams(max_tokens=5, seed=1)).completions[0].logprobs == expected.completions[0].logprobs
     with pytest.raises(ValueError, match="choose from weights, kv_cache"):
-        llm.wake_up(["everything"])
+        own.wake_up(["everything"])
     with pytest.raises(ValueError, match="sleep level"):
-        llm.sleep(3)
+        own.sleep(3)
 
 
-def test_an_update_in_parts_is_in_force_when_it_is_whole(llm, tmp_path):
+def test_an_update_in_parts_is_in_force_when_it_is_whole(own, shared, tmp_path):
     new = make_checkpoint(tmp_path / "new", "llama", seed=5)
     items = list(exact_model(new).state_dict().items())
-    update = llm.begin_weight_update()
+    update = own.begin_weight_update()
     update.load(items[:3])
     with pytest.raises(WeightUpdateError, match="missing"):
-        llm.commit_weight_update(update)
+        own.commit_weight_update(update)
     with pytest.raises(WeightUpdateError, match="given twice"):
         update.load(items[:1])
     update.load(items[3:])
-    assert (update.missing, llm.weight_version) == ([], 0)
-    assert llm.commit_weight_update(update, version=4) == 4
-    fresh = one(LLM(new, kv_cache_memory_bytes=2**22), SamplingParams(max_tokens=5, seed=1))
-    assert one(llm, SamplingParams(max_tokens=5, seed=1)).completions[0].logprobs == fresh.completions[0].logprobs
+    assert (update.missing, own.weight_version) == ([], 0)
+    assert own.commit_weight_update(update, version=4) == 4
+    fresh = one(shared(new), SamplingParams(max_tokens=5, seed=1))
+    assert one(own, SamplingParams(max_tokens=5, seed=1)).completions[0].logprobs == fresh.completions[0].logprobs
 
 
-def test_old_kv_that_is_kept_is_marked_not_shared_and_forgotten_by_a_preemption(llm, checkpoint, tmp_path):
+def test_old_kv_that_is_kept_is_marked_not_shared_and_forgotten_by_a_preemption(own, tmp_path):
     new = exact_model(make_checkpoint(tmp_path / "new", "llama", seed=5))
     params = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
-    request = llm.add_request([7] * 40, params)
+    request = own.add_request([7] * 40, params)
     for _ in range(5):
-        llm.step()
-    llm.update_weights(new, recompute_running=False)
-    llm.engine.scheduler.check()
+        own.step()
+    own.update_weights(new, recompute_running=False)
+    check(own)
     for _ in range(40):
-        llm.step()
-    assert not llm.engine.scheduler.blocks.block_of, "old KV was published"
-    llm.reset_prefix_cache(reset_running_requests=True)
-    while llm.has_unfinished_requests():
-        last = {o.request_id: o for o in llm.step()}
+        own.step()
+    assert not own.engine.scheduler.blocks.block_of, "old KV was published"
+    own.reset_prefix_cache(reset_running_requests=True)
+    while own.has_unfinished_requests():
+        last = {o.request_id: o for o in own.step()}
     for c in last[request].completions:
         assert [(s.version, s.start, s.end, s.stale_kv) for s in c.weight_versions] == [
             (0, 0, 5, False), (1, 5, 45, True), (1, 45, 60, False),

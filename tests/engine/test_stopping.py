@@ -77,18 +77,18 @@ def test_ignore_eos_goes_on_to_max_tokens(checkpoint, tmp_path, free):
     assert (completion.token_ids, completion.finish_reason) == (free, "length")
 
 
-def test_max_tokens_none_goes_on_to_max_model_len(checkpoint):
-    llm = engine(checkpoint("llama"), max_model_len=45)
+def test_max_tokens_none_goes_on_to_max_model_len(shared, checkpoint):
+    llm = shared(checkpoint("llama"), max_model_len=45)
     completion = one(llm, PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))
     assert (len(PROMPT) + len(completion.token_ids), completion.finish_reason) == (45, "length")
     completion = one(llm, PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
     assert len(PROMPT) + len(completion.token_ids) == 45
 
 
-def test_a_request_may_fill_the_pool_to_its_last_slot(checkpoint):
+def test_a_request_may_fill_the_pool_to_its_last_slot(shared, checkpoint):
     """A request that outgrows the pool preempts itself forever (VeXact): here it just doesn't outgrow it."""
     path, prompt = checkpoint("llama"), prompt_of(40)
     params = SamplingParams(max_tokens=57, seed=1, ignore_eos=True)  # 96 tokens of KV: the last needs none
-    completion = one(engine(path, tokens=96), prompt, params)
+    completion = one(shared(path, tokens=96), prompt, params)
     assert len(completion.token_ids) == 57
-    assert completion == one(engine(path), prompt, params)
+    assert completion == one(shared(path), prompt, params)

@@ -8,7 +8,8 @@ import pytest
 
 from samebits import SamplingParams
 
-from helpers.engines import PROMPT, Once, ctrl_c, engine, generate, one, pairs, prompt_of, run_all
+from helpers import faults
+from helpers.engines import PROMPT, generate, one, pairs, prompt_of, run_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,9 +46,9 @@ def test_a_snapshot_does_not_change_afterwards(llm):
     assert len(tokens) == 1
 
 
-def test_requests_submitted_at_any_time_are_not_disturbed_by_others(checkpoint):
+def test_requests_submitted_at_any_time_are_not_disturbed_by_others(shared, checkpoint):
     path, params = checkpoint("llama"), SamplingParams(max_tokens=12, seed=4)
-    llm = engine(path, max_num_batched_tokens=9)
+    llm = shared(path, max_num_batched_tokens=9)
     prompts = {f"r{i}": prompt_of(3 * i + 1, i) for i in range(6)}
     last = {}
     for request_id, prompt in prompts.items():
@@ -56,7 +57,7 @@ def test_requests_submitted_at_any_time_are_not_disturbed_by_others(checkpoint):
             last |= {out.request_id: out for out in llm.step()}
     last |= run_all(llm)
     for request_id, prompt in prompts.items():
-        assert pairs(last[request_id]) == pairs(generate(engine(path), [prompt], params)[0])
+        assert pairs(last[request_id]) == pairs(generate(shared(path), [prompt], params)[0])
 
 
 def test_generate_leaves_queued_requests_to_go_on(llm):
@@ -78,15 +79,13 @@ def test_a_queued_request_that_ends_during_generate_is_still_delivered(llm):
     assert pairs(run_all(llm)[queued]) == [(alone.token_ids, alone.logprobs)]
 
 
-def test_a_result_is_delivered_even_if_ctrl_c_came_during_its_last_step(llm, monkeypatch):
+def test_a_result_is_delivered_even_if_ctrl_c_came_during_its_last_step(own, llm, monkeypatch):
     params = SamplingParams(max_tokens=1, seed=2)
-    request = llm.add_request(PROMPT, params)
-    monkeypatch.setattr(
-        llm.engine.executor.workers[0].runner, "run", Once(llm.engine.executor.workers[0].runner.run, 1, ctrl_c)
-    )
+    request = own.add_request(PROMPT, params)
+    faults.before_step(monkeypatch, own, faults.ctrl_c, at=1)
     with pytest.raises(KeyboardInterrupt):
-        llm.step()
-    last = run_all(llm)
+        own.step()
+    last = run_all(own)
     assert pairs(last[request]) == pairs(generate(llm, [PROMPT], params)[0])
 
 

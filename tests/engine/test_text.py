@@ -6,14 +6,12 @@ import shutil
 import string
 
 import pytest
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from samebits import SamplingParams
 from samebits.engine.request import Request, Sample, SampledToken
 
-from helpers.engines import FREE, PROMPT, VOCAB, engine, generate, one
+from helpers.engines import FREE, PROMPT, VOCAB, generate, one
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,9 +90,9 @@ def test_without_a_tokenizer_token_ids_work_and_strings_are_refused_with_advice(
     assert not llm.has_unfinished_requests()
 
 
-def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(spelling, free):
+def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(shared, spelling, free):
     path, words = spelling
-    llm = engine(path)
+    llm = shared(path)
     whole = one(llm, PROMPT, FREE)
     assert (whole.token_ids, whole.text) == (free, "".join(words[t] for t in free))
     stop = words[free[4]][1:] + words[free[5]] + words[free[6]][:1]  # from within a token to within a token
@@ -105,8 +103,8 @@ def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(spelling, free):
     assert completion.logprobs == whole.logprobs[:7]
 
 
-def test_skip_tokenizer_init_reads_no_tokenizer(spelling):
-    llm = engine(spelling[0], skip_tokenizer_init=True)
+def test_skip_tokenizer_init_reads_no_tokenizer(shared, spelling):
+    llm = shared(spelling[0], skip_tokenizer_init=True)
     assert one(llm, PROMPT, SamplingParams(max_tokens=3)).text is None
     with pytest.raises(ValueError, match="string prompts need a tokenizer"):
         generate(llm, "hello", SamplingParams())

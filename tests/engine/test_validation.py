@@ -11,7 +11,6 @@ from helpers.engines import (
     PROMPT,
     VOCAB,
     assert_idle,
-    engine,
     generate,
     pairs,
     prompt_of,
@@ -47,9 +46,9 @@ BAD_PROMPTS = [
 
 
 @pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=[f"{m}"[:40] for *_, m in BAD_PROMPTS])
-def test_a_bad_prompt_is_refused_before_anything_starts(checkpoint, prompt, error, message):
+def test_a_bad_prompt_is_refused_before_anything_starts(shared, checkpoint, prompt, error, message):
     """Among them: a prompt larger than the pool livelocks (VeXact)."""
-    llm, params = engine(checkpoint("llama"), tokens=256), SamplingParams(seed=1)
+    llm, params = shared(checkpoint("llama"), tokens=256), SamplingParams(seed=1)
     expected = pairs(generate(llm, [PROMPT], params)[0])
     with pytest.raises(error, match=message):
         generate(llm, [PROMPT, prompt], params)
@@ -60,7 +59,7 @@ def test_a_bad_prompt_is_refused_before_anything_starts(checkpoint, prompt, erro
     llm.step()
     with pytest.raises(error, match=message):
         generate(llm, [PROMPT, prompt, PROMPT], params)
-    assert set(llm.engine.requests) == {queued}
+    assert llm.unfinished_request_ids == [queued]
     assert pairs(run_all(llm)[queued]) == expected
     assert_idle(llm)
 
@@ -146,7 +145,8 @@ def test_what_only_the_engine_can_check_of_the_sampling_params_is_refused(llm):
     llm.add_request(PROMPT, SamplingParams(), "mine")
     with pytest.raises(ValueError, match="'mine' is in use"):
         llm.add_request(PROMPT, SamplingParams(), "mine")
-    assert set(llm.engine.requests) == {"mine"}
+    assert llm.unfinished_request_ids == ["mine"]
+    assert set(run_all(llm)) == {"mine"}
 
 
 BAD_SETTINGS = [

@@ -2,16 +2,11 @@
 
 import functools
 import json
-import os
 import random
 import shutil
-import signal
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
@@ -68,6 +63,11 @@ def pairs(output):
     return [(c.token_ids, c.logprobs) for c in output.completions]
 
 
+def check(llm):
+    """The scheduler's invariants."""
+    llm.engine.scheduler.check()
+
+
 def run_all(llm):
     """Steps until nothing is left -> {request id: last snapshot}."""
     last = {}
@@ -75,16 +75,23 @@ def run_all(llm):
         if not llm.has_unfinished_requests():
             break
         last |= {out.request_id: out for out in llm.step()}
-        llm.engine.scheduler.check()
+        check(llm)
     assert not llm.has_unfinished_requests(), "livelock"
     return last
 
 
 def assert_idle(llm):
-    llm.engine.scheduler.check()
+    check(llm)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
     assert not llm.has_unfinished_requests()
+
+
+def assert_untouched(llm, checksums):
+    """Idle, as on its first day: an engine that other tests may go on with."""
+    assert_idle(llm)
+    assert llm.ready and not llm.engine.paused
+    assert (llm.weight_version, llm.weight_checksums()) == (0, checksums)
 
 
 def trainer_logprobs(model, sequences, params=None, **kwargs):
@@ -102,28 +109,3 @@ def copy_of(checkpoint, folder, generation_config=None, **config):
         old = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**old, **config}))
     return path
-
-
-class Once:
-    """Wraps a function: call number `at` runs `what` first."""
-
-    def __init__(self, function, at, what):
-        self.function, self.left, self.what = function, at, what
-
-    def __call__(self, *args):
-        self.left -= 1
-        if self.left == 0:
-            self.what()
-        return self.function(*args)
-
-
-def fail(error):
-    def what():
-        raise error
-
-    return what
-
-
-def ctrl_c():
-    os.kill(os.getpid(), signal.SIGINT)
-    sum(range(10_000))  # the handler runs between two bytecodes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import random
 import shutil
 import socket
 import threading
-import time
 
 import httpx
 import uvicorn
@@ -17,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from samebits import LLM
 from samebits.server import create_app
+
+from helpers.waiting import in_background as in_background
+from helpers.waiting import wait_for as wait_for
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -102,28 +103,3 @@ class Serving:
         """Waits until nothing runs and no KV block is held."""
         wait_for(lambda: self.engine.num_sequences == 0 and self.llm.stats().kv_blocks_used == 0)
         assert not self.engine.generations and not self.engine.by_engine_id and not self.llm.unfinished_request_ids
-
-
-def wait_for(condition, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def in_background(function, *args, **kwargs):
-    """Runs function beside the block; yields a list that gets its result, or what it raised, by the block's end."""
-    results: list = []
-
-    def run() -> None:
-        try:
-            results.append(function(*args, **kwargs))
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield results
-    thread.join(60)
-    assert not thread.is_alive(), "hangs"

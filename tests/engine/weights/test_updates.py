@@ -5,9 +5,7 @@ import time
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from samebits import CheckpointError, NumericsError, SamplingParams, WeightUpdateError
 from samebits.engine import VersionSpan
@@ -16,8 +14,8 @@ from samebits.trainer import exact_model
 from helpers.engines import (
     PROMPT,
     assert_idle,
+    check,
     copy_of,
-    ctrl_c,
     engine,
     generate,
     pairs,
@@ -25,6 +23,7 @@ from helpers.engines import (
     run_all,
     trainer_logprobs,
 )
+from helpers.faults import ctrl_c
 from helpers.models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +47,7 @@ def updated(other):
 
 @pytest.mark.parametrize("source", ["module", "pairs", "directory"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # tied, untied
-def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(checkpoint, other, family, source):
+def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(shared, checkpoint, other, family, source):
     path = other(family)
     model = exact_model(path)
     llm, params = engine(checkpoint(family)), SamplingParams(n=2, max_tokens=9, seed=1)
@@ -56,7 +55,7 @@ def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(checkpoint, oth
     given = {"module": model, "pairs": model.state_dict().items(), "directory": path}[source]
     assert llm.update_weights(given) == llm.weight_version == llm.stats().weight_version == 1
     after = generate(llm, [PROMPT], params)[0]
-    assert pairs(after) == pairs(generate(engine(path), [PROMPT], params)[0]) != pairs(before)
+    assert pairs(after) == pairs(generate(shared(path), [PROMPT], params)[0]) != pairs(before)
     assert all(c.weight_version == 1 for c in after.completions)
 
 
@@ -68,7 +67,7 @@ def test_an_update_during_generation_gives_version_spans_and_each_token_is_its_v
     for _ in range(5):
         llm.step()
     assert llm.update_weights(new, version=7) == 7
-    llm.engine.scheduler.check()
+    check(llm)
     last = run_all(llm)
     for c in last[request].completions:
         assert c.weight_versions == [VersionSpan(0, 0, 5), VersionSpan(7, 5, 12)]
@@ -79,17 +78,17 @@ def test_an_update_during_generation_gives_version_spans_and_each_token_is_its_v
     assert last[waiting].completions[0].weight_versions == [VersionSpan(0, 0, 5), VersionSpan(7, 5, 20)]
 
 
-def test_an_update_before_the_siblings_of_a_group_started(checkpoint, updated):
+def test_an_update_before_the_siblings_of_a_group_started(shared, checkpoint, updated):
     llm, params = engine(checkpoint("llama"), max_num_batched_tokens=16), SamplingParams(n=3, max_tokens=6, seed=1)
     request = llm.add_request(prompt_of(40), params)
     llm.step()
     llm.update_weights(exact_model(updated))
     output = run_all(llm)[request]
-    assert pairs(output) == pairs(generate(engine(updated), [prompt_of(40)], params)[0])
+    assert pairs(output) == pairs(generate(shared(updated), [prompt_of(40)], params)[0])
     assert all(c.weight_versions == [VersionSpan(1, 0, len(c.token_ids))] for c in output.completions)
 
 
-def test_kv_of_the_old_weights_is_never_hit_after_an_update(checkpoint, updated):
+def test_kv_of_the_old_weights_is_never_hit_after_an_update(shared, checkpoint, updated):
     """Old KV hit after a weight update (nano-vLLM users, NeMo-RL #4018)."""
     llm, prompt, params = engine(checkpoint("llama")), prompt_of(100), SamplingParams(max_tokens=9, seed=1)
     generate(llm, [prompt], params)
@@ -99,7 +98,7 @@ def test_kv_of_the_old_weights_is_never_hit_after_an_update(checkpoint, updated)
     llm.update_weights(exact_model(updated))
     output = generate(llm, [prompt], params)[0]
     assert llm.stats().prefix_hit_tokens == hits
-    assert pairs(output) == pairs(generate(engine(updated), [prompt], params)[0])
+    assert pairs(output) == pairs(generate(shared(updated), [prompt], params)[0])
     generate(llm, [prompt], params)
     assert llm.stats().prefix_hit_tokens == hits + 96, "new prefixes are found again"
 
@@ -113,24 +112,24 @@ def test_prompt_logprobs_belong_to_one_weight_version(checkpoint, updated, train
     assert scores in (trainer_logprobs(trainer, [prompt])[0], trainer_logprobs(new, [prompt])[0])
 
 
-def test_weights_in_fp32_are_rounded_to_a_bf16_engine(checkpoint, updated):
+def test_weights_in_fp32_are_rounded_to_a_bf16_engine(shared, checkpoint, updated):
     llm, params = engine(checkpoint("llama"), dtype="bfloat16"), SamplingParams(max_tokens=9, seed=1)
     llm.update_weights(exact_model(updated, "float32"))
-    expected = generate(engine(updated, dtype="bfloat16"), [PROMPT], params)[0]
+    expected = generate(shared(updated, dtype="bfloat16"), [PROMPT], params)[0]
     assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3-bias", "qwen2", "qwen3", "mistral"])
-def test_the_trainer_may_change_its_weights_in_place_after_an_update(checkpoint, other, family):
+def test_the_trainer_may_change_its_weights_in_place_after_an_update(shared, checkpoint, other, family):
     llm, model, params = engine(checkpoint(family)), exact_model(other(family)), SamplingParams(max_tokens=9, seed=1)
     llm.update_weights(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(engine(other(family)), [PROMPT], params)[0])
+    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(shared(other(family)), [PROMPT], params)[0])
 
 
-def test_ctrl_c_during_an_update_leaves_one_whole_version(checkpoint, updated):
+def test_ctrl_c_during_an_update_leaves_one_whole_version(shared, checkpoint, updated):
     def source():
         for i, pair in enumerate(exact_model(updated).state_dict().items()):
             if i == 9:
@@ -141,10 +140,10 @@ def test_ctrl_c_during_an_update_leaves_one_whole_version(checkpoint, updated):
     with pytest.raises(KeyboardInterrupt):
         llm.update_weights(source())
     path = [checkpoint("llama"), updated][llm.weight_version]
-    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(engine(path), [PROMPT], params)[0])
+    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(shared(path), [PROMPT], params)[0])
 
 
-def test_a_slow_update_can_be_interrupted(checkpoint, updated):
+def test_a_slow_update_can_be_interrupted(llm, updated):
     def source():
         for i, pair in enumerate(exact_model(updated).state_dict().items()):
             if i == 3:
@@ -153,7 +152,6 @@ def test_a_slow_update_can_be_interrupted(checkpoint, updated):
             assert i <= 4, "the interrupt was held back until the source ended"
             yield pair
 
-    llm = engine(checkpoint("llama"))
     with pytest.raises(KeyboardInterrupt):
         llm.update_weights(source())
     assert llm.weight_version == 0
@@ -218,41 +216,41 @@ def assert_refused(llm, source, message):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_update_is_refused_and_the_old_weights_serve_on(checkpoint, other, family, kind):
+def test_a_damaged_update_is_refused_and_the_old_weights_serve_on(shared, checkpoint, other, family, kind):
     damage, message = DAMAGE[kind]
     state = exact_model(other(family)).state_dict()
-    assert_refused(engine(checkpoint(family)), damage(state).items(), message)
+    assert_refused(shared(checkpoint(family)), damage(state).items(), message)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_a_tensor_given_twice_is_refused(checkpoint, updated, name):
+def test_a_tensor_given_twice_is_refused(llm, updated, name):
     state = exact_model(updated).state_dict()
-    assert_refused(engine(checkpoint("llama")), [*state.items(), (name, state[name])], f"{name}' was given twice")
+    assert_refused(llm, [*state.items(), (name, state[name])], f"{name}' was given twice")
 
 
-def test_tied_tensors_that_differ_are_refused(checkpoint, updated):
+def test_tied_tensors_that_differ_are_refused(llm, updated):
     state = exact_model(updated).state_dict()
     state["lm_head.weight"] = state["lm_head.weight"] + 1
-    assert_refused(engine(checkpoint("llama")), state.items(), "lm_head.weight")
+    assert_refused(llm, state.items(), "lm_head.weight")
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_one_name_of_a_tied_pair_is_enough(checkpoint, updated, name):
+def test_one_name_of_a_tied_pair_is_enough(shared, checkpoint, updated, name):
     state = exact_model(updated).state_dict()
     del state[name]
     llm, params = engine(checkpoint("llama")), SamplingParams(max_tokens=9, seed=1)
     llm.update_weights(state.items())
-    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(engine(updated), [PROMPT], params)[0])
+    assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(generate(shared(updated), [PROMPT], params)[0])
 
 
-def test_a_source_that_fails_midway_changes_nothing(checkpoint, updated):
+def test_a_source_that_fails_midway_changes_nothing(llm, updated):
     def source():
         for i, pair in enumerate(exact_model(updated).state_dict().items()):
             if i == 9:
                 raise ConnectionError("the sender went away")
             yield pair
 
-    llm, params = engine(checkpoint("llama")), SamplingParams(max_tokens=9, seed=1)
+    params = SamplingParams(max_tokens=9, seed=1)
     before = generate(llm, [PROMPT], params)[0]
     with pytest.raises(ConnectionError, match="went away"):
         llm.update_weights(source())
@@ -260,15 +258,15 @@ def test_a_source_that_fails_midway_changes_nothing(checkpoint, updated):
     assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(before)
 
 
-def test_a_module_of_another_architecture_is_refused(checkpoint):
-    assert_refused(engine(checkpoint("llama")), exact_model(checkpoint("qwen3")), "unknown tensor")
+def test_a_module_of_another_architecture_is_refused(llm, checkpoint):
+    assert_refused(llm, exact_model(checkpoint("qwen3")), "unknown tensor")
 
 
-def test_a_directory_with_a_truncated_file_is_refused(checkpoint, updated, tmp_path):
+def test_a_directory_with_a_truncated_file_is_refused(llm, updated, tmp_path):
     path = copy_of(updated, tmp_path)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    llm, params = engine(checkpoint("llama")), SamplingParams(max_tokens=9, seed=1)
+    params = SamplingParams(max_tokens=9, seed=1)
     before = generate(llm, [PROMPT], params)[0]
     with pytest.raises((WeightUpdateError, CheckpointError), match="truncated"):
         llm.update_weights(path)
@@ -283,8 +281,8 @@ def test_a_version_that_does_not_ascend_is_refused(llm, trainer, version):
     assert llm.weight_version == 0
 
 
-def test_a_version_too_large_to_handle_is_refused_before_anything_changes(checkpoint, updated):
-    llm, params = engine(checkpoint("llama")), SamplingParams(max_tokens=9, seed=1)
+def test_a_version_too_large_to_handle_is_refused_before_anything_changes(llm, updated):
+    params = SamplingParams(max_tokens=9, seed=1)
     before = generate(llm, [PROMPT], params)[0]
     with pytest.raises(ValueError, match=r"below 2\^63"):
         llm.update_weights(exact_model(updated), version=2**200)
