@@ -144,18 +144,3 @@ class BlockManager:
         for block in range(self.num_blocks):
             self._forget(block)
         self.salt = salt
-
-    def check(self, sequences: list[Sequence]) -> None:
-        """Assert the invariants that tie blocks to the sequences that hold them."""
-        owners = [0] * self.num_blocks
-        for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
-            for block in seq.block_table:
-                owners[block] += 1
-            for i, block in enumerate(seq.block_table):
-                written = i >= seq.num_cached_tokens // self.block_size
-                assert not written or self.ref_count[block] == 1, f"{seq} writes shared block {block}"
-        assert owners == self.ref_count, "reference counts differ from the tables"
-        assert set(self.free_blocks) == {b for b in range(self.num_blocks) if owners[b] == 0}, "free list differs"
-        assert all(self.hash_of[b] == h for h, b in self.block_of.items()), "hash index differs"
-        assert sum(h is not None for h in self.hash_of) == len(self.block_of), "hash index differs"

@@ -221,17 +221,3 @@ class Scheduler:
         if not self.running:
             self.block_copies.clear()
         self.blocks.reset_prefix_cache(salt)
-
-    def check(self) -> None:
-        """Assert the scheduler's invariants; for tests and debugging."""
-        for queue, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
-            assert all(seq.status is status for seq in queue), f"{status.name} queue holds another status"
-            ids = [seq.seq_id for seq in queue]
-            assert ids == sorted(set(ids)), f"{status.name} queue is out of order"
-        assert all(not seq.block_table and not seq.num_cached_tokens for seq in self.waiting), "a waiter holds KV"
-        assert len(self.running) <= self.max_num_seqs, "too many running"
-        for seq in self.running:
-            have = seq.num_cached_tokens + seq.num_scheduled_tokens
-            assert have <= seq.num_tokens, f"{seq} is ahead of its tokens"
-            assert len(seq.block_table) >= self.blocks.blocks_for(have), f"{seq} lacks blocks"
-        self.blocks.check(self.running)

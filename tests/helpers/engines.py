@@ -12,6 +12,7 @@ from samebits import LLM, SamplingParams
 from samebits.engine.model_runner import ModelRunner
 from samebits.trainer import token_logprobs
 
+from helpers.invariants import check_scheduler
 from helpers.models import AWKWARD
 
 VOCAB, BLOCK = AWKWARD["vocab_size"], 32
@@ -65,7 +66,7 @@ def pairs(output):
 
 def check(llm):
     """The scheduler's invariants."""
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
 
 
 def run_all(llm):

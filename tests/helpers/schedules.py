@@ -11,6 +11,7 @@ from samebits.engine.model_runner import ModelRunner
 from samebits.kernels import ops
 from samebits.trainer import token_logprobs
 
+from helpers.invariants import check_scheduler
 from helpers.oracle import oracle
 
 FILTERS = [
@@ -89,7 +90,7 @@ def run_schedule(path, dtype, rng: random.Random, requests, models, **settings):
             if out.finished:
                 results[out.request_id] = out
         if here:
-            llm.engine.scheduler.check()
+            check_scheduler(llm.engine.scheduler)
     torch.set_num_threads(threads)
     llm.close()
     assert not here or llm.stats().kv_blocks_used == 0

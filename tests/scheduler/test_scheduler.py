@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from samebits.scheduler import BlockManager, Scheduler, Sequence, SequenceStatus
 
+from helpers.invariants import check_scheduler
+
 SIZE = 4  # tokens a block
 
 
@@ -70,7 +72,7 @@ class Driver:
         if running:
             last = running[0].num_pending and running[0].num_tokens - running[0].num_prompt_tokens
             assert running[0] in batch.sequences or last == running[0].max_tokens, "the oldest one was held up"
-        s.check()
+        check_scheduler(s)
         return batch
 
     def compute(self, batch):
@@ -102,7 +104,7 @@ class Driver:
         if batch.sequences:
             self.compute(batch)
             drawing = self.scheduler.postprocess(batch)
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             self.flights.append([(seq, token(seq)) for seq in drawing])
             for i, seq in enumerate(drawing):
                 seq.num_pending, seq.pending_row = seq.num_pending + 1, i
@@ -119,7 +121,7 @@ class Driver:
             seq.token_ids.append(token)
             if seq.num_completion_tokens >= seq.max_tokens or ends(seq):
                 self.scheduler.finish(seq)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def abort(self, group):
         unstarted, group[0].siblings = group[0].siblings, []
@@ -128,7 +130,7 @@ class Driver:
                 seq.status = SequenceStatus.FINISHED
             elif seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(seq)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def drain(self):
         """Runs to the end. Each step computes a token of the oldest running sequence for good, hence the bound."""
@@ -204,12 +206,12 @@ class Workload(RuleBasedStateMachine):
             self.driver.deliver()
         self.driver.version += 1
         self.driver.scheduler.preempt_all(str(self.driver.version).encode())
-        self.driver.scheduler.check()
+        check_scheduler(self.driver.scheduler)
 
     @rule()
     def forget_prefixes(self):
         self.driver.blocks.reset_prefix_cache(self.driver.blocks.salt)
-        self.driver.scheduler.check()
+        check_scheduler(self.driver.scheduler)
 
     def teardown(self):
         if not hasattr(self, "driver"):
@@ -377,7 +379,7 @@ def test_two_equal_prompts_in_one_prefill_batch_never_free_blocks_in_use():
     assert [driver.blocks.ref_count[b] for b in first.block_table] == [2, 2, 1]
     assert driver.blocks.num_free == 4, "the duplicates' own blocks were not freed"
     driver.scheduler.finish(first)
-    driver.scheduler.check()
+    check_scheduler(driver.scheduler)
     assert not set(second.block_table) & set(driver.blocks.free_blocks)
     driver.drain()
 
@@ -461,7 +463,7 @@ def test_new_weights_drop_all_kv_and_keep_all_tokens():
     sampled = [list(seq.token_ids) for seq in seqs]
     driver.version = 1
     driver.scheduler.preempt_all(b"1")
-    driver.scheduler.check()
+    check_scheduler(driver.scheduler)
     assert not driver.scheduler.block_copies
     assert driver.blocks.num_free == 16
     assert [seq.seq_id for seq in driver.scheduler.waiting] == [0, 1, 2, 3]
