@@ -1,5 +1,6 @@
 """Ctrl-C and errors lose nothing and harm no other request."""
 
+import functools
 import signal
 
 import pytest
@@ -21,32 +22,45 @@ LOOP_FAILURES = {
 }
 
 
+LOOP_PROMPTS = [prompt_of(60, 1), prompt_of(60, 1), prompt_of(5, 2)]
+LOOP_PARAMS = SamplingParams(n=3, max_tokens=15, seed=1, ignore_eos=True)
+LONG = SamplingParams(n=2, max_tokens=200, seed=1, ignore_eos=True)  # outlives the calls of generate
+
+
+@pytest.fixture(scope="module")
+def undisturbed(checkpoint):
+    """undisturbed() -> what the loop's prompts and the long request give where nothing fails."""
+
+    @functools.cache
+    def get():
+        llm = engine(checkpoint("llama"))
+        return generate(llm, LOOP_PROMPTS, LOOP_PARAMS), generate(llm, [prompt_of(9)], LONG)[0]
+
+    return get
+
+
 @pytest.mark.parametrize("name", LOOP_FAILURES)
 @pytest.mark.parametrize("at", [1, 2, 6])
 def test_a_failure_reaches_the_caller_of_generate_and_the_engine_stays_usable(
-    shared, checkpoint, monkeypatch, name, at
+    undisturbed, checkpoint, monkeypatch, name, at
 ):
     what, error = LOOP_FAILURES[name]
-    path = checkpoint("llama")
-    llm = engine(path, max_num_batched_tokens=40)
-    prompts = [prompt_of(60, 1), prompt_of(60, 1), prompt_of(5, 2)]
-    params = SamplingParams(n=3, max_tokens=15, seed=1, ignore_eos=True)
-    expected = generate(shared(path), prompts, params)
-    long = SamplingParams(n=2, max_tokens=200, seed=1, ignore_eos=True)  # outlives the calls of generate
-    queued = llm.add_request(prompt_of(9), long)
+    llm = engine(checkpoint("llama"), max_num_batched_tokens=40)
+    expected, long = undisturbed()
+    queued = llm.add_request(prompt_of(9), LONG)
     llm.step()
     handler = signal.getsignal(signal.SIGINT)
     assert handler is signal.default_int_handler, "pytest has a handler of its own: Ctrl-C is not tested"
     faults.before_step(monkeypatch, llm, what, at)
     with pytest.raises(error):
-        generate(llm, prompts, params)
+        generate(llm, LOOP_PROMPTS, LOOP_PARAMS)
     assert signal.getsignal(signal.SIGINT) is handler
     check(llm)
     assert llm.unfinished_request_ids == [queued], "the call's own requests are gone, the others stay"
     assert llm.stats().num_running + llm.stats().num_waiting == 2
-    again = generate(llm, prompts, params)
+    again = generate(llm, LOOP_PROMPTS, LOOP_PARAMS)
     assert list(map(pairs, again)) == list(map(pairs, expected))
-    assert pairs(run_all(llm)[queued]) == pairs(generate(shared(path), [prompt_of(9)], long)[0])
+    assert pairs(run_all(llm)[queued]) == pairs(long)
     assert_idle(llm)
 
 

@@ -98,9 +98,10 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_tensor(load, ch
     path = copy_of(checkpoint("llama"), tmp_path)
     state = load_file(path / "model.safetensors")
     fault(state)
-    if fault is break_extra and load is one_stage:
-        pytest.skip("a stage reads its own tensors alone: others don't concern it")
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    if fault is break_extra and load is one_stage:
+        load(path)  # which reads its own tensors alone
+        return
     with pytest.raises(CheckpointError, match=message):
         load(path)
 
