@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -46,8 +47,8 @@ class Client:
     def __init__(
         self, url: str, contract: Contract | str | None = None, key: str | None = None, timeout: float = 300.0
     ):
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.timeout = timeout
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._group: WeightGroup | None = None
         self.contract = Contract(**self.get("/v1/contract")["contract"])
@@ -84,8 +85,8 @@ class Client:
         """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists."""
         if not prompts:
             return []
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         key = "text" if isinstance(prompts[0], str) else "input_ids"
         body = {
             key: [p if isinstance(p, str) else list(p) for p in prompts],
@@ -132,7 +133,8 @@ class Client:
         address: str | None = None,
     ) -> int | str:
         """Update as `update_weights` does, for tensors that are made one after another."""
-        if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in self._groups():
+        known = self.get("/weight_info")["weight_groups"]
+        if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in known:
             self._group = self._join(address or self._own_address())
         body = {
             "names": [s.name for s in specs],
@@ -141,13 +143,9 @@ class Client:
             "bucket_bytes": BUCKET_BYTES,
             "weight_version": None if version is None else str(version),
         }
-        with _Meanwhile(self.post, "/update_weights_from_distributed", body) as reply:
+        with self._posting("/update_weights_from_distributed", body):
             self._group.send(tensors, specs, BUCKET_BYTES)
-        reply.result()
         return self.weight_version
-
-    def _groups(self) -> list[str]:
-        return self.get("/weight_info")["weight_groups"]
 
     def _own_address(self) -> str:
         url = self._http.base_url
@@ -158,12 +156,21 @@ class Client:
     def _join(self, address: str) -> WeightGroup:
         if self._group is not None:
             self._group.close()
-        port, world = free_port(""), 1 + self.get("/get_world_size")["world_size"]
+        port = free_port("")
+        world = 1 + self.get("/get_world_size")["world_size"]
         where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
-        with _Meanwhile(self.post, "/init_weights_update_group", where | {"backend": "gloo"}) as reply:
-            group = WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
-        reply.result()
-        return group
+        with self._posting("/init_weights_update_group", where | {"backend": "gloo"}):
+            return WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
+
+    @contextmanager
+    def _posting(self, path: str, body: dict) -> Iterator[None]:
+        """Post in another thread while the block runs. The server's error hides the block's, which it explains."""
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.post, path, body)
+            try:
+                yield
+            finally:
+                reply.result()
 
     def close(self) -> None:
         """Leave the process group and close the connections."""
@@ -176,33 +183,6 @@ class Client:
 
     def __exit__(self, *exc) -> None:
         self.close()
-
-
-class _Meanwhile:
-    """A call in another thread while the block runs. What the call raises counts more than what the block does."""
-
-    def __init__(self, function, *args):
-        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
-        self._error: BaseException | None = None
-
-    def _run(self, function, *args) -> None:
-        try:
-            function(*args)
-        except BaseException as error:
-            self._error = error
-
-    def __enter__(self) -> _Meanwhile:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self._thread.join()
-        if error is not None and self._error is not None:
-            raise self._error from error
-
-    def result(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 def _version(label: str) -> int | str:
@@ -243,7 +223,8 @@ def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None
 
 
 def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
-    meta, reason = sample["meta_info"], sample["meta_info"]["finish_reason"]
+    meta = sample["meta_info"]
+    reason = meta["finish_reason"]
     matched = reason.get("matched")
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(

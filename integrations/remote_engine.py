@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel
@@ -15,6 +16,8 @@ from ..model.checkpoint import resolve
 from ..trainer.fsdp import together
 from ..trainer.weight_sync import save_weights
 from .client import Client
+
+T = TypeVar("T")
 
 
 class RemoteEngine:
@@ -27,7 +30,9 @@ class RemoteEngine:
     """
 
     def __init__(self, client: Client, model: str | os.PathLike, folder: str | os.PathLike | None = None):
-        self.client, self.path, self.contract = client, resolve(model), client.contract
+        self.client = client
+        self.contract = client.contract
+        self.path = resolve(model)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.weight_version = int(client.weight_version)
         self.folder = folder
@@ -43,7 +48,8 @@ class RemoteEngine:
 
     def step(self) -> list[RequestOutput]:
         """Generate all that is queued, in one request to the server, and return the outputs."""
-        queue, self._queue = self._queue, {}
+        queue = dict(self._queue)
+        self._queue.clear()
         outputs = self.generate([p for p, _ in queue.values()], [s for _, s in queue.values()])
         return [replace(output, request_id=name) for name, output in zip(queue, outputs, strict=True)]
 
@@ -64,36 +70,34 @@ class RemoteEngine:
         """Send a module's weights from rank 0 and return the version now in force, on all ranks."""
         if self.contract is not None:
             check_contract(source, self.contract)
-        if self.folder is not None:
-            save_weights(source, self.folder)
-        found = [0]
-        with together():
-            if self.folder is None:
-                found = [self._send(source, version)]
-            elif dist.get_rank() == 0:
-                found = [int(self.client.load_weights(self.folder, version))]
-        dist.broadcast_object_list(found, 0)
-        self.weight_version = found[0]
+        if self.folder is None:
+            self.weight_version = _common(lambda first: self._send(source, version, first))
+        else:
+            folder = self.folder
+            save_weights(source, folder)
+            self.weight_version = _common(lambda first: int(self.client.load_weights(folder, version)) if first else 0)
         return self.weight_version
 
-    def _send(self, source: PreTrainedModel, version: int | None) -> int:
+    def _send(self, source: PreTrainedModel, version: int | None, first: bool) -> int:
         state = source.state_dict()
         with gathering(state) as tensors:  # on all ranks
-            return int(self.client.send_weights(specs_of(state), tensors, version)) if dist.get_rank() == 0 else 0
+            return int(self.client.send_weights(specs_of(state), tensors, version)) if first else 0
 
     def sleep(self) -> int:
-        """Frees the server's KV cache; rank 0 asks for it, when all have their rollouts."""
-        freed = 0
-        with together():
-            if dist.get_rank() == 0:
-                freed = self.client.post("/sleep?mode=keep")["freed_bytes"]
-        return freed
+        """Free the server's KV cache and return its bytes; rank 0 asks, when all have their rollouts."""
+        return _common(lambda first: self.client.post("/sleep?mode=keep")["freed_bytes"] if first else 0)
 
     def wake_up(self) -> None:
         """Wake the server from its sleep; rank 0 asks."""
-        with together():
-            if dist.get_rank() == 0:
-                self.client.post("/wake_up")
+        _common(lambda first: self.client.post("/wake_up") if first else None)
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _common(call: Callable[[bool], T]) -> T:
+    """Rank 0's result of a call that all ranks make, and that is told who is rank 0. Where one fails, all raise."""
+    with together():
+        found = [call(dist.get_rank() == 0)]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
