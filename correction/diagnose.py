@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .statistics import LogProbs, Ratio, apply_kernel, exp, wide
+from .statistics import KERNELS, LogProbs, Ratio, exp, wide
 
 _DECADES = 8  # |d| from 1e-8 up; below counts as 1e-8, exact zeros apart
 _PER_DECADE = 32
@@ -64,7 +64,7 @@ class Diagnosis:
             return d
         absolute = d.abs()
         lengths = logprobs.lengths
-        columns = [torch.ones_like(d), absolute, -d, apply_kernel("k2", d), apply_kernel("k3", d), wide(d == 0)]
+        columns = [torch.ones_like(d), absolute, *(KERNELS[k](d) for k in ("k1", "k2", "k3")), wide(d == 0)]
         edges = torch.tensor(PROBABILITY_EDGES, dtype=d.dtype, device=d.device)
         first = lengths.cumsum(0) - lengths
         position = torch.arange(len(d), device=d.device) - first[logprobs.segment]
