@@ -89,13 +89,11 @@ class Client:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         key = "text" if isinstance(prompts[0], str) else "input_ids"
         body = {
-            key: [p if isinstance(p, str) else list(p) for p in prompts],
-            "sampling_params": [_fields(p) for p in each],
-            "return_logprob": True,
-            "return_prompt_token_ids": True,
+            key: [p if isinstance(p, str) else list(p) for p in prompts], "sampling_params": [_fields(p) for p in each],
+            "return_logprob": True, "return_prompt_token_ids": True,
             "top_logprobs_num": [max(p.logprobs or 0, p.prompt_logprobs or 0) for p in each],
             "logprob_start_len": [-1 if p.prompt_logprobs is None else 0 for p in each],
-        }
+        }  # fmt: skip
         response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
         found = iter(self._checked(response))
         texts = [p if isinstance(p, str) else None for p in prompts]
@@ -137,12 +135,10 @@ class Client:
         if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in known:
             self._group = self._join(address or self._own_address())
         body = {
-            "names": [s.name for s in specs],
-            "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
-            "shapes": [list(s.shape) for s in specs],
-            "bucket_bytes": BUCKET_BYTES,
+            "names": [s.name for s in specs], "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
+            "shapes": [list(s.shape) for s in specs], "bucket_bytes": BUCKET_BYTES,
             "weight_version": None if version is None else str(version),
-        }
+        }  # fmt: skip
         with self._posting("/update_weights_from_distributed", body):
             self._group.send(tensors, specs, BUCKET_BYTES)
         return self.weight_version
@@ -194,28 +190,22 @@ def _fields(params: SamplingParams) -> dict:
         raise ValueError("raw_logprobs aren't on the wire; re-score the tokens instead")
     same = ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     return {name: getattr(params, name) for name in same} | {
-        "max_new_tokens": params.max_tokens,
-        "min_new_tokens": params.min_tokens,
-        "sampling_seed": params.seed,
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
+        "max_new_tokens": params.max_tokens, "min_new_tokens": params.min_tokens, "sampling_seed": params.seed,
+        "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
         "no_stop_trim": params.include_stop_str_in_output,
-    }
+    }  # fmt: skip
 
 
 def _output(prompt: str | None, samples: list[dict], params: SamplingParams) -> RequestOutput:
     meta = samples[0]["meta_info"]
     scored = params.prompt_logprobs is not None
     return RequestOutput(
-        request_id=meta["id"],
-        prompt=prompt,
-        prompt_token_ids=samples[0]["prompt_token_ids"],
-        completions=[_completion(i, s, params) for i, s in enumerate(samples)],
+        request_id=meta["id"], prompt=prompt, prompt_token_ids=samples[0]["prompt_token_ids"],
+        completions=[_completion(i, s, params) for i, s in enumerate(samples)], finished=True,
         prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
-        finished=True,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
         num_cached_tokens=meta["cached_tokens"],
-    )
+    )  # fmt: skip
 
 
 def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None:
@@ -228,12 +218,9 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
     matched = reason.get("matched")
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(
-        index=index,
-        token_ids=sample["output_ids"],
+        index=index, token_ids=sample["output_ids"], text=sample["text"] if params.detokenize else None,
         logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-        finish_reason=reason["type"],
-        stop_reason=matched if named else None,
+        finish_reason=reason["type"], stop_reason=matched if named else None,
         weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
-        text=sample["text"] if params.detokenize else None,
         top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,
-    )
+    )  # fmt: skip

@@ -75,10 +75,6 @@ def _ratio_bounds(gate: Gate) -> tuple[float, float] | None:
     return low or _LOW, high or _HIGH
 
 
-def _is_opsm(gate: Gate, ratio: Ratio) -> bool:
-    return gate in opsm(gate.high or 0.0, ratio).gates
-
-
 def _translated(
     weight: Weight | None, gates: list[Gate], bypass: bool, kept: bool, notes: dict[str, Any]
 ) -> Translated:
@@ -116,7 +112,11 @@ def from_verl(config: Mapping[str, Any]) -> Translated:
     metric = _choose("loss_type", c.loss_type, {"ppo_clip": bypass, "reinforce": False})
     gates: list[Gate] = []
     notes: dict[str, Any] = {}
-    for option, threshold in _verl_options(c):
+    options = list(dict.fromkeys(filter(None, map(str.strip, (c.rollout_rs or "").split(",")))))
+    thresholds = str(c.rollout_rs_threshold).split(",")
+    if options and (c.rollout_rs_threshold is None or len(thresholds) not in (1, len(options))):
+        raise ValueError(f"rollout_rs_threshold={c.rollout_rs_threshold!r}; give one, or one for each of {options}")
+    for option, threshold in zip(options, itertools.cycle(thresholds), strict=False):
         kernel, aggregate = _choose("rollout_rs", option, _VERL_GATES)
         low, high = _verl_bounds(threshold)
         if kernel != "k1":
@@ -149,19 +149,6 @@ def _verl_bounds(threshold: object) -> tuple[float | None, float]:
     return (low[0] if low else None), high
 
 
-def _verl_options(c: SimpleNamespace) -> list[tuple[str, str]]:
-    """The options of rollout_rs, each with its threshold."""
-    options = dict.fromkeys(filter(None, map(str.strip, (c.rollout_rs or "").split(","))))
-    if not options:
-        return []
-    thresholds = str(c.rollout_rs_threshold).split(",")
-    if c.rollout_rs_threshold is None or len(thresholds) not in (1, len(options)):
-        raise ValueError(
-            f"rollout_rs_threshold={c.rollout_rs_threshold!r}; give one, or one for each of {list(options)}"
-        )
-    return list(zip(options, itertools.cycle(thresholds), strict=False))
-
-
 def to_verl(mode: Mode, correction: Correction) -> dict[str, Any]:
     """All of algorithm.rollout_correction. A weight in mode bypass needs, and gets, loss_type="reinforce"."""
     _check_ratios("verl", mode, correction, "current/rollout" if mode == "bypass" else TIM)
@@ -172,10 +159,10 @@ def to_verl(mode: Mode, correction: Correction) -> dict[str, Any]:
         level = _name_of(weight.statistic.aggregate, _LEVELS)
         if level is None or weight.outside == "keep" or (weight.outside == "clip" and low != _LOW):
             _cannot("verl", weight)
-        config["rollout_is"] = level
-        config["rollout_is_threshold"] = high if weight.outside == "clip" else f"{low:.12g}_{high:.12g}"
-        config["rollout_is_batch_normalize"] = weight.normalize
-        config["loss_type"] = "reinforce" if mode == "bypass" else "ppo_clip"
+        threshold = high if weight.outside == "clip" else f"{low:.12g}_{high:.12g}"
+        config |= {"rollout_is": level, "rollout_is_threshold": threshold}
+        config |= {"rollout_is_batch_normalize": weight.normalize}
+        config |= {"loss_type": "reinforce"} if mode == "bypass" else {}
     options: dict[str, str] = {}
     for gate in correction.gates:
         bounds = _ratio_bounds(gate)
@@ -184,8 +171,7 @@ def to_verl(mode: Mode, correction: Correction) -> dict[str, Any]:
             _cannot("verl", gate)
         options[name] = f"{gate.high:.12g}" if bounds is None else f"{bounds[0]:.12g}_{bounds[1]:.12g}"
     if options:
-        config["rollout_rs"] = ",".join(options)
-        config["rollout_rs_threshold"] = ",".join(options.values())
+        config |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(options.values())}
     return config
 
 
@@ -212,16 +198,14 @@ def from_trl(config: Mapping[str, Any]) -> Translated:
     if c.vllm_importance_sampling_correction and c.use_vllm:
         statistic = Statistic(TIM, "log_ratio", aggregate)
         weight = Weight(statistic, c.vllm_importance_sampling_clip_min, high, outside)
-    gates: list[Gate] = []
-    if c.off_policy_mask_threshold is not None:
-        gates += opsm(c.off_policy_mask_threshold, "current/rollout" if c.use_vllm else "current/old").gates
-    masks = weight and outside == "zero"
-    stale = gates and not c.use_vllm
+    ratio: Ratio = "current/rollout" if c.use_vllm else "current/old"
+    threshold = c.off_policy_mask_threshold
+    gates = [] if threshold is None else [*opsm(threshold, ratio).gates]
     notes = {
         "vllm_importance_sampling_cap is the older name of vllm_importance_sampling_clip_max.": cap is not None,
         "Without an upper bound TRL's ratio can overflow: it isn't clamped to exp(+-20).": weight and high is None,
-        "TRL multiplies what it keeps by the ratio; its KL term keeps what is outside.": masks,
-        "Without vLLM's log-probs TRL falls back to the trainer's old ones: it sees staleness only.": stale,
+        "TRL multiplies what it keeps by the ratio; its KL term keeps what is outside.": weight and outside == "zero",
+        "Without vLLM TRL falls back to the trainer's old log-probs: it sees staleness only.": gates and not c.use_vllm,
     }
     return _translated(weight, gates, False, False, notes)
 
@@ -236,11 +220,10 @@ def to_trl(mode: Mode, correction: Correction) -> dict[str, Any]:
         name = _name_of((weight.statistic.aggregate, weight.outside), _TRL_MODES)
         if name is None or weight.normalize or weight.statistic.ratio != TIM:
             _cannot("TRL", weight)
-        config["vllm_importance_sampling_mode"] = name
-        config["vllm_importance_sampling_clip_max"] = weight.high
-        config["vllm_importance_sampling_clip_min"] = weight.low
+        config |= {"vllm_importance_sampling_mode": name, "vllm_importance_sampling_clip_max": weight.high}
+        config |= {"vllm_importance_sampling_clip_min": weight.low}
     for gate in correction.gates:
-        if len(correction.gates) > 1 or not _is_opsm(gate, "current/rollout"):
+        if len(correction.gates) > 1 or gate not in opsm(gate.high or 0.0, "current/rollout").gates:
             _cannot("TRL", correction.gates)
         config["off_policy_mask_threshold"] = gate.high
     return config
@@ -322,7 +305,7 @@ def to_miles(mode: Mode, correction: Correction) -> dict[str, Any]:
     config: dict[str, Any] = {"use_tis": weight is not None, "use_rollout_logprobs": bypass}
     gates = []
     for gate in correction.gates:
-        if _is_opsm(gate, stale):
+        if gate in opsm(gate.high or 0.0, stale).gates:
             config |= {"use_opsm": True, "opsm_delta": gate.high}
         else:
             gates.append(gate)
@@ -330,10 +313,9 @@ def to_miles(mode: Mode, correction: Correction) -> dict[str, Any]:
         return _cannot("Miles", f"rejection without a weight: {gates}") if gates else config
     if gates or weight.normalize or weight.statistic.aggregate != "token" or weight.outside == "keep":
         return config | _to_mis(weight, gates)
-    config["tis_clip"] = weight.high or _HIGH
-    config["tis_clip_low"] = weight.low or 0.0
-    config["custom_tis_function_path"] = _ICEPOP if weight.outside == "zero" else None
-    return config
+    path = _ICEPOP if weight.outside == "zero" else None
+    bounds = {"tis_clip": weight.high or _HIGH, "tis_clip_low": weight.low or 0.0}
+    return config | bounds | {"custom_tis_function_path": path}
 
 
 def _to_mis(weight: Weight, gates: list[Gate]) -> dict[str, Any]:

@@ -93,15 +93,14 @@ _LOGPROBS = {f"{name}_logprobs": name for name in ("rollout", "old", "current", 
 _SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids")
 _KEYS = _LOGPROBS | {name: name for name in _SAME}  # in files: in a Rollout
 _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
-_LOWEST = np.finfo(np.float32).min
-_HIGHEST = np.finfo(np.float32).max
+_FP32 = np.finfo(np.float32)
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above 0; a probability or a negated log-prob lies far above
 _ARRAYS = {  # lowest and highest legal value, in words
     "mask": (0, 1, "0 or 1, or a boolean, for each token"),
-    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _HIGHEST, "a flat list of integers")),
+    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _FP32.max, "a flat list of integers")),
     **dict.fromkeys(_LOGPROBS, (-np.inf, _ROUNDING, "a log-prob for each token: at most 0, no NaN or null")),
-    "rollout_logprobs": (_LOWEST, _ROUNDING, "a log-prob for each token: finite, at most 0"),
-    "advantages": (_LOWEST, _HIGHEST, "one finite number, or one for each token"),
+    "rollout_logprobs": (_FP32.min, _ROUNDING, "a log-prob for each token: finite, at most 0"),
+    "advantages": (_FP32.min, _FP32.max, "one finite number, or one for each token"),
 }
 
 
@@ -142,13 +141,12 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
     fields: dict[str, Any] = {_KEYS[key]: array for key, array in arrays.items()}
     if "mask" in arrays:
         fields["mask"] = sampled
-    if (group := record.get("group")) is not None:
-        fields["group"] = str(group)
-    if (reward := record.get("reward")) is not None:
-        if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
-            _fail(source, f"reward is {reward!r}", "a finite number")
-        fields["reward"] = float(reward)
-    return Rollout(**fields, source=source)
+    group = record.get("group")
+    reward = record.get("reward")
+    if reward is not None and not (isinstance(reward, int | float | np.number) and math.isfinite(reward)):
+        _fail(source, f"reward is {reward!r}", "a finite number")
+    fields["reward"] = None if reward is None else float(reward)
+    return Rollout(**fields, group=None if group is None else str(group), source=source)
 
 
 def _array(values: Any, key: str, source: str) -> np.ndarray:
@@ -192,9 +190,7 @@ def _vllm(response: Mapping[str, Any], source: str) -> Iterator[Rollout]:
     for index, choice in enumerate(response["choices"]):
         where = f"{source}, choice {index}"
         logprobs = choice.get("logprobs") or {}
-        values = logprobs.get("token_logprobs")
-        names = logprobs.get("tokens")
-        tops = logprobs.get("top_logprobs")
+        values, names, tops = (logprobs.get(key) for key in ("token_logprobs", "tokens", "top_logprobs"))
         if (content := logprobs.get("content")) is not None:  # the chat's form
             values = [entry["logprob"] for entry in content]
             names = [_name(entry) for entry in content]
@@ -240,10 +236,10 @@ def _sglang(reply: Mapping[str, Any], source: str) -> Rollout:
     triples = meta.get("output_token_logprobs")
     if triples is None:
         _fail(source, "no meta_info.output_token_logprobs", "a reply to return_logprob=true: [log-prob, id, text]")
-    record: dict[str, Any] = {"rollout_logprobs": [logprob for logprob, _, _ in triples]}
-    record["token_ids"] = [token for _, token, _ in triples]
-    if reply.get("output_ids") not in (None, record["token_ids"]):
+    ids = [token for _, token, _ in triples]
+    if reply.get("output_ids") not in (None, ids):
         _fail(source, "output_ids differ from the ids of output_token_logprobs", "the same tokens in both")
+    record = {"token_ids": ids, "rollout_logprobs": [logprob for logprob, _, _ in triples]}
     record["prompt_token_ids"] = reply.get("prompt_token_ids")
     scored = meta.get("input_token_logprobs") or ()
     if record["prompt_token_ids"] is None and len(scored) == meta.get("prompt_tokens"):
@@ -285,12 +281,9 @@ def _parquet(path: Path, format: str | None) -> Iterator[Rollout]:
         batches = file.iter_batches(batch_size=64, columns=columns)
         rows = itertools.chain.from_iterable(zip(*batch.columns, strict=True) for batch in batches)
         for number, row in enumerate(rows):
-            yield _rollout(dict(zip(columns, map(_cell, row), strict=True)), f"{path}[{number}]")
-
-
-def _cell(cell: Any) -> Any:
-    values = getattr(cell, "values", None)  # None for a scalar or a null
-    return cell.as_py() if values is None else values.to_numpy(False)
+            lists = [getattr(cell, "values", None) for cell in row]  # None for a scalar or a null
+            cells = [c.as_py() if v is None else v.to_numpy(False) for c, v in zip(row, lists, strict=True)]
+            yield _rollout(dict(zip(columns, cells, strict=True)), f"{path}[{number}]")
 
 
 def _dump(path: Path, format: str | None) -> Iterator[Rollout]:
@@ -343,10 +336,9 @@ def _rows(path: Path, data: dict[str, Any], format: str) -> Iterator[Rollout]:
             wrong = f"{key} has shape {list(found[key].shape)}, token_ids {list(shape)}"
             _fail(path, wrong, "[B, T], or [N] with offsets")
     if packed:
-        places = dict.fromkeys(per_token, _spans(path, "token_ids", data["offsets"], shape[0]))
+        places = dict.fromkeys(per_token, _spans(path, "token_ids", data["offsets"], found))
         if "prompt_offsets" in data:
-            size = len(found["prompt_token_ids"])
-            places["prompt_token_ids"] = _spans(path, "prompt_token_ids", data["prompt_offsets"], size)
+            places["prompt_token_ids"] = _spans(path, "prompt_token_ids", data["prompt_offsets"], found)
     else:
         valid = found["mask"]
         prompt_mask = data.get("prompt_mask")
@@ -369,7 +361,8 @@ def _rows(path: Path, data: dict[str, Any], format: str) -> Iterator[Rollout]:
         yield _rollout(record, f"{path}[{row}]")
 
 
-def _spans(path: Path, key: str, offsets: np.ndarray, size: int) -> list[Any]:
+def _spans(path: Path, key: str, offsets: np.ndarray, found: dict[str, Any]) -> list[Any]:
+    size = len(found[key])
     if offsets[0] != 0 or offsets[-1] != size or (np.diff(offsets) < 0).any():
         _fail(path, f"offsets of {key} from {offsets[0]} to {offsets[-1]}", f"ascending ones from 0 to {size}")
     return [slice(start, end) for start, end in itertools.pairwise(offsets)]
