@@ -37,7 +37,7 @@ class Weight:
             raise ValueError("a weight is the exponential of a log ratio: of a token, or a sequence's sum or mean")
         require_choice("outside", self.outside, Outside)
         _check_bounds(self.low, self.high)
-        if (self.low is not None and self.low < 0) or (self.high is not None and self.high <= 0):
+        if min(self.bounds) < 0 or self.bounds[1] == 0:
             raise ValueError(f"bounds of a ratio are positive, got [{self.low}, {self.high}]")
 
     @property

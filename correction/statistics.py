@@ -8,7 +8,7 @@ anything, and batches padded to [B, T] give the same numbers as packed ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -78,6 +78,10 @@ class LogProbs:
             wrong = valid.isnan() | (valid == torch.inf) | ((valid == -torch.inf) & (name == "rollout"))
             if wrong.any():
                 raise ValueError(f"{name} holds {int(wrong.sum())} non-finite log-probs at valid tokens")
+
+    def on_policy(self) -> LogProbs:
+        """The log-probs with `current` set: to `old` where it was not given."""
+        return self if self.current is not None else replace(self, current=self.old)
 
     @property
     def num_sequences(self) -> int:

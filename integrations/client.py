@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -96,8 +97,7 @@ class Client:
         }  # fmt: skip
         response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
         found = iter(self._checked(response))
-        texts = [p if isinstance(p, str) else None for p in prompts]
-        return [_output(text, [next(found) for _ in range(p.n)], p) for text, p in zip(texts, each, strict=True)]
+        return [_output(prompt, list(islice(found, p.n)), p) for prompt, p in zip(prompts, each, strict=True)]
 
     def update_weights(
         self,
@@ -196,12 +196,13 @@ def _fields(params: SamplingParams) -> dict:
     }  # fmt: skip
 
 
-def _output(prompt: str | None, samples: list[dict], params: SamplingParams) -> RequestOutput:
+def _output(prompt: str | Sequence[int], samples: list[dict], params: SamplingParams) -> RequestOutput:
     meta = samples[0]["meta_info"]
     scored = params.prompt_logprobs is not None
     return RequestOutput(
-        request_id=meta["id"], prompt=prompt, prompt_token_ids=samples[0]["prompt_token_ids"],
-        completions=[_completion(i, s, params) for i, s in enumerate(samples)], finished=True,
+        request_id=meta["id"], prompt=prompt if isinstance(prompt, str) else None, finished=True,
+        prompt_token_ids=samples[0]["prompt_token_ids"],
+        completions=[_completion(i, s, params) for i, s in enumerate(samples)],
         prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
         num_cached_tokens=meta["cached_tokens"],

@@ -107,8 +107,7 @@ def from_verl(config: Mapping[str, Any]) -> Translated:
     if c.rollout_is is not None:
         low, high = _verl_bounds(c.rollout_is_threshold)
         statistic = Statistic(ratio, "log_ratio", _choose("rollout_is", c.rollout_is, _LEVELS))
-        outside: Outside = "clip" if low is None else "zero"
-        weight = Weight(statistic, *_bounds(low, high), outside, c.rollout_is_batch_normalize)
+        weight = Weight(statistic, *_bounds(low, high), "clip" if low is None else "zero", c.rollout_is_batch_normalize)
     metric = _choose("loss_type", c.loss_type, {"ppo_clip": bypass, "reinforce": False})
     gates: list[Gate] = []
     notes: dict[str, Any] = {}

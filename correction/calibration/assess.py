@@ -33,8 +33,7 @@ class Traces:
 
     def on_policy(self) -> Traces:
         """The traces with `current` set: to `old` where it was not given."""
-        lp = self.logprobs
-        return self if lp.current is not None else replace(self, logprobs=replace(lp, current=lp.old))
+        return replace(self, logprobs=self.logprobs.on_policy())
 
     def units(self) -> tuple[Tensor, Tensor]:
         """The units that are resampled: (names int64 [units], int64 [sequences] the unit of each)."""

@@ -59,7 +59,7 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
     """Candidates named "family@threshold": weights capped as published and at C*, and gates at the data's
     own quantiles, so that each keeps 50 to 99 % of what it looks at. In bypass, gates only.
     """
-    logprobs = logprobs if logprobs.current is not None else replace(logprobs, current=logprobs.old)
+    logprobs = logprobs.on_policy()
     grid = {"none": Correction()}
     if mode == "decoupled":
         star = optimal_truncation(_sequence_chi2(logprobs))

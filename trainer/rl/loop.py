@@ -316,19 +316,16 @@ class Trainer:
 
         ValueError where `output_dir` holds checkpoints of a run that is further.
         """
-        self._check_output_dir()
+        with together():
+            newest = latest(self.config.output_dir) if self.config.output_dir else None
+            if newest is not None and step_of(newest) > self.steps_done:
+                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
         while self.steps_done < self.config.steps:
             metrics = self.step()
             due = self.config.save_every and self.steps_done % self.config.save_every == 0
             if due or (self.config.output_dir and self.steps_done == self.config.steps):
                 self.save()
             on_step(metrics)
-
-    def _check_output_dir(self) -> None:
-        with together():
-            newest = latest(self.config.output_dir) if self.config.output_dir else None
-            if newest is not None and step_of(newest) > self.steps_done:
-                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
 
     def evaluate(self, count: int = 256) -> float:
         """Mean reward of greedy answers to `count` validation problems."""
