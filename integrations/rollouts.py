@@ -239,7 +239,7 @@ def _sglang(reply: Mapping[str, Any], source: str) -> Rollout:
     ids = [token for _, token, _ in triples]
     if reply.get("output_ids") not in (None, ids):
         _fail(source, "output_ids differ from the ids of output_token_logprobs", "the same tokens in both")
-    record = {"token_ids": ids, "rollout_logprobs": [logprob for logprob, _, _ in triples]}
+    record: dict[str, Any] = {"token_ids": ids, "rollout_logprobs": [logprob for logprob, _, _ in triples]}
     record["prompt_token_ids"] = reply.get("prompt_token_ids")
     scored = meta.get("input_token_logprobs") or ()
     if record["prompt_token_ids"] is None and len(scored) == meta.get("prompt_tokens"):
