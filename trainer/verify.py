@@ -136,7 +136,9 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
     schedule = _core(llm).scheduler
     outputs = llm.generate(prompts, params, use_tqdm=False)
     after = llm.stats()
-    pairs = [(output.prompt_token_ids, completion) for output in outputs for completion in output.completions]
+    pairs = []
+    for output in outputs:
+        pairs += [(output.prompt_token_ids, completion) for completion in output.completions]
     with torch.no_grad():
         expected = token_logprobs(model, [prompt + c.token_ids for prompt, c in pairs], params)
     differing = 0

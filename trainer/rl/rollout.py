@@ -94,7 +94,7 @@ class RolloutWorker:
             for output in self.llm.step():
                 if output.finished and output.request_id in self._running:
                     self._finish(output)
-        return [r for g in sorted(wanted) for r in self._finished.pop(g)]
+        return list(chain.from_iterable(self._finished.pop(group) for group in sorted(wanted)))
 
     def evaluate(self, count: int) -> float:
         """Mean reward of greedy answers to the first `count` validation problems, over all ranks."""
