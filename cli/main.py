@@ -138,7 +138,7 @@ def verify(
     model: Model,
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
     plant_fault: Annotated[
-        str | None, typer.Option(help="Replace this module's op by torch's, to see it fail.")
+        str | None, typer.Option(help="Falsify this module's output in its last bits, to see it fail.")
     ] = None,
     *,
     engine: dict[str, Any],

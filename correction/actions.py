@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .statistics import LogProbs, Ratio, Statistic, exp, wide
+from .statistics import LogProbs, Ratio, Statistic, exp, require_choice, wide
 
 Denominator = Literal["original", "kept"]
+Outside = Literal["clip", "zero", "keep"]
 AllReduce = Callable[[Tensor], Tensor]  # the sum of a tensor over data-parallel ranks
 
 
@@ -28,22 +29,26 @@ class Weight:
     statistic: Statistic
     low: float | None = None
     high: float | None = None
-    outside: Literal["clip", "zero", "keep"] = "clip"
+    outside: Outside = "clip"
     normalize: bool = False
 
     def __post_init__(self) -> None:
         if self.statistic.kernel != "log_ratio" or self.statistic.aggregate not in ("token", "sum", "mean"):
             raise ValueError("a weight is the exponential of a log ratio: of a token, or a sequence's sum or mean")
-        if self.outside not in ("clip", "zero", "keep"):
-            raise ValueError(f"outside={self.outside!r}; choose clip, zero or keep")
+        require_choice("outside", self.outside, Outside)
         _check_bounds(self.low, self.high)
-        if (self.low is not None and self.low < 0) or (self.high is not None and self.high <= 0):
+        if min(self.bounds) < 0 or self.bounds[1] == 0:
             raise ValueError(f"bounds of a ratio are positive, got [{self.low}, {self.high}]")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of the ratio, 0 and inf where they are open."""
+        return self.low or 0.0, math.inf if self.high is None else self.high
 
     def of(self, logprobs: LogProbs, all_reduce: AllReduce | None = None) -> Tensor:
         """fp64 [valid tokens] or [sequences], as the statistic."""
         raw = exp(self.statistic.of(logprobs))
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        low, high = self.bounds
         if self.outside == "clip":
             raw = raw.clamp(low, high)
         elif self.outside == "zero":
@@ -111,12 +116,10 @@ class Corrected:
     """A correction's effect on a batch; both in the mask's shape, constants to autograd.
 
     weights: fp32, 1 without a weight, 0 outside the mask; never changed by gates. keep: bool, False outside the mask.
-    denominator: see `Correction`.
     """
 
     weights: Tensor
     keep: Tensor
-    denominator: Denominator = "original"
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gates", tuple(self.gates))
-        if self.denominator not in ("original", "kept"):
-            raise ValueError(f"denominator={self.denominator!r}; choose original or kept")
+        require_choice("denominator", self.denominator, Denominator)
 
     @property
     def ratios(self) -> set[Ratio]:
@@ -150,7 +152,7 @@ class Correction:
         all_reduce: with it, `normalize` divides by the mean over all ranks.
         """
         weights, keep = self.on_tokens(logprobs, valid_advantages(logprobs, advantages), all_reduce)
-        return Corrected(logprobs.spread(weights.float()), logprobs.spread(keep), self.denominator)
+        return Corrected(logprobs.spread(weights.float()), logprobs.spread(keep))
 
     def on_tokens(
         self, logprobs: LogProbs, advantages: Tensor | None, all_reduce: AllReduce | None = None
@@ -193,6 +195,10 @@ def _rejection(kernel, aggregate, high, low=None, ratio: Ratio = TIM, weight: We
     return Correction(weight, (Gate(Statistic(ratio, kernel, aggregate), low, high),))
 
 
+def _tis_srs(kernel, cap=2.0, high=0.001, aggregate="mean") -> Correction:
+    return _rejection(kernel, aggregate, high, weight=Weight(TOKEN, high=cap))
+
+
 def opsm(delta: float = 1e-4, ratio: Ratio | None = None) -> Correction:
     """Off-policy sequence masking (DeepSeek-V3.2): drops A < 0 where mean(log below - log above) > delta.
 
@@ -228,17 +234,12 @@ PRESETS: dict[str, Callable[..., Correction]] = {
     "kpop": lambda high=0.1: _rejection("binary_kl", "token", high),
     "srs_k3_corr": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high),
     "srs_k3_ppo": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high, ratio="current/rollout"),
-    "tis_srs_k1_corr": lambda cap=2.0, high=0.001, aggregate="mean": _rejection(
-        "k1", aggregate, high, weight=Weight(TOKEN, high=cap)
-    ),
-    "tis_srs_k3_corr": lambda cap=2.0, high=0.001, aggregate="mean": _rejection(
-        "k3", aggregate, high, weight=Weight(TOKEN, high=cap)
-    ),
+    "tis_srs_k1_corr": lambda **thresholds: _tis_srs("k1", **thresholds),
+    "tis_srs_k3_corr": lambda **thresholds: _tis_srs("k3", **thresholds),
 }
 
 
 def preset(name: str, **thresholds) -> Correction:
     """A published correction by name, with its paper's or framework's default thresholds unless given."""
-    if name not in PRESETS:
-        raise ValueError(f"unknown correction {name!r}; choose one of {', '.join(PRESETS)}")
+    require_choice("correction", name, PRESETS)
     return PRESETS[name](**thresholds)

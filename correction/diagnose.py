@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .statistics import LogProbs, Ratio, apply_kernel, exp, wide
+from .statistics import KERNELS, LogProbs, Ratio, exp, wide
 
 _DECADES = 8  # |d| from 1e-8 up; below counts as 1e-8, exact zeros apart
 _PER_DECADE = 32
 _BINS = 2 + 10 * _PER_DECADE  # zero, and 1e-8 to 1e2
 _COLUMNS = ("tokens", "mean_abs", "k1", "k2", "k3", "exact")  # sums over tokens, shown as means
-_SUMS = ("sequences", "w", "w2", "w_seq", "w2_seq", "ppl_above", "ppl_below", "ppl_ratio", "probability_gap")
+_TOTALS = (
+    "sequences", "w", "w2", "w_seq", "w2_seq", "ppl_above", "ppl_below", "ppl_ratio", "probability_gap",
+    "flips", "argmax_known",
+)  # fmt: skip
 
 PROBABILITY_EDGES = (1e-6, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999)
 _EDGES = ("0", *(f"{e:g}" for e in PROBABILITY_EDGES), "1")
 _POWERS = [f"{2**i}-{2 ** (i + 1) - 1}" for i in range(24)]
-_VIEWS = {"all": ["all"], "by_probability": [f"{a} to {b}" for a, b in pairwise(_EDGES)]}
-_VIEWS |= {"by_position": _POWERS, "by_length": _POWERS}  # view -> its bins
+_VIEWS = {  # view -> its bins
+    "all": ["all"],
+    "by_probability": [f"{a} to {b}" for a, b in pairwise(_EDGES)],
+    "by_position": _POWERS,
+    "by_length": _POWERS,
+}
 
 
 def predicted_chi2(k3: float, length: float) -> float:
@@ -40,12 +48,11 @@ class Diagnosis:
 
     def __init__(self, ratio: Ratio = "old/rollout"):
         self.ratio = ratio
-        self.tables = {
-            view: torch.zeros(len(bins), len(_COLUMNS), dtype=torch.float64) for view, bins in _VIEWS.items()
-        }
-        self.largest = {view: torch.zeros(len(bins), dtype=torch.float64) for view, bins in _VIEWS.items()}  # |d|
-        self.histogram = torch.zeros(_BINS, dtype=torch.float64)
-        self.sums = dict.fromkeys((*_SUMS, "flips", "argmax_known"), 0.0)
+        zeros = partial(torch.zeros, dtype=torch.float64)
+        self.largest = {view: zeros(len(bins)) for view, bins in _VIEWS.items()}  # |d|
+        self.sums = {view: zeros(len(bins), len(_COLUMNS)) for view, bins in _VIEWS.items()}
+        self.sums |= {name: zeros(()) for name in _TOTALS}
+        self.sums["histogram"] = zeros(_BINS)
 
     @torch.no_grad()
     def add(self, logprobs: LogProbs, argmax_flips: Tensor | None = None) -> Tensor:
@@ -55,85 +62,67 @@ class Diagnosis:
         d = above - below
         if not len(d):
             return d
-        absolute, lengths = d.abs(), logprobs.lengths
-        columns = [torch.ones_like(d), absolute, -d, apply_kernel("k2", d), apply_kernel("k3", d), wide(d == 0)]
+        absolute = d.abs()
+        lengths = logprobs.lengths
+        columns = [torch.ones_like(d), absolute, *(KERNELS[k](d) for k in ("k1", "k2", "k3")), wide(d == 0)]
         edges = torch.tensor(PROBABILITY_EDGES, dtype=d.dtype, device=d.device)
         first = lengths.cumsum(0) - lengths
         position = torch.arange(len(d), device=d.device) - first[logprobs.segment]
         index = {
-            "all": torch.zeros_like(position), "by_probability": torch.bucketize(above.exp(), edges, right=True),
-            "by_position": _power_of_two(position + 1), "by_length": _power_of_two(lengths)[logprobs.segment],
-        }  # fmt: skip
+            "all": torch.zeros_like(position),
+            "by_probability": torch.bucketize(above.exp(), edges, right=True),
+            "by_position": _power_of_two(position + 1),
+            "by_length": _power_of_two(lengths)[logprobs.segment],
+        }
         for view, bins in index.items():
-            size = len(_VIEWS[view])
-            self.tables[view] += torch.stack([torch.bincount(bins, c, size) for c in columns], 1).cpu()
+            sums = [torch.bincount(bins, column, len(_VIEWS[view])) for column in columns]
+            self.sums[view] += torch.stack(sums, 1).cpu()
             self.largest[view].scatter_reduce_(0, bins.cpu(), absolute.cpu(), "amax")
-        self.histogram += torch.bincount(_bin(absolute), minlength=_BINS).double().cpu()
-        self._add_sequences(logprobs, d, above, below)
+        self.sums["histogram"] += torch.bincount(_bin(absolute), minlength=_BINS).cpu()
+        totals = _totals(logprobs, above, below)
         if argmax_flips is not None:
-            self.sums["flips"] += float((argmax_flips == 1).sum())
-            self.sums["argmax_known"] += float((argmax_flips >= 0).sum())
+            totals |= {"flips": argmax_flips == 1, "argmax_known": argmax_flips >= 0}
+        for name, values in totals.items():
+            self.sums[name] += values.sum().cpu()
         return d
-
-    def _add_sequences(self, logprobs: LogProbs, d: Tensor, above: Tensor, below: Tensor) -> None:
-        ratio, real = exp(d), logprobs.lengths > 0
-        sequence = exp(logprobs.per_sequence(d, "sum"))[real]
-        mean_above, mean_below = (logprobs.per_sequence(v, "mean")[real] for v in (above, below))
-        values = (
-            real, ratio, ratio.square(), sequence, sequence.square(), (-mean_above).exp(), (-mean_below).exp(),
-            (mean_below - mean_above).exp(), (above.exp() - below.exp()).abs(),
-        )  # fmt: skip
-        for name, value in zip(_SUMS, values, strict=True):
-            self.sums[name] += float(value.sum())
-
-    def _state(self) -> tuple[Tensor, Tensor]:
-        """Everything that is summed, and everything that is maximised, flat."""
-        totals = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        sums = [*(table.flatten() for table in self.tables.values()), self.histogram, totals]
-        return torch.cat(sums), torch.cat(list(self.largest.values()))
-
-    def _set_state(self, sums: Tensor, largest: Tensor) -> None:
-        sizes = [*(table.numel() for table in self.tables.values()), _BINS, len(self.sums)]
-        *tables, self.histogram, totals = sums.clone().split(sizes)
-        self.tables = {view: part.view(-1, len(_COLUMNS)) for view, part in zip(_VIEWS, tables, strict=True)}
-        self.largest = dict(zip(_VIEWS, largest.clone().split([len(b) for b in _VIEWS.values()]), strict=True))
-        self.sums = dict(zip(self.sums, totals.tolist(), strict=True))
 
     def all_reduce(self, reduce: Callable[[Tensor, str], Tensor]) -> None:
         """Take the place of all ranks' diagnoses. reduce(tensor, "sum" | "max") returns the tensor over all ranks."""
-        sums, largest = self._state()
-        self._set_state(reduce(sums, "sum"), reduce(largest, "max"))
+        self.sums = {name: reduce(tensor, "sum") for name, tensor in self.sums.items()}
+        self.largest = {view: reduce(tensor, "max") for view, tensor in self.largest.items()}
 
     def quantile(self, q: float) -> float:
         """The quantile of |d|, from a histogram with 32 bins per decade (within 7 %).
 
         Exact where it is 0, and never above the largest."""
-        cumulative = self.histogram.cumsum(0)
+        cumulative = self.sums["histogram"].cumsum(0)
         index = int(torch.searchsorted(cumulative, q * cumulative[-1].clamp_min(1)))
         top = float(self.largest["all"])
         return 0.0 if index == 0 else min(top, 10.0 ** ((index - 0.5) / _PER_DECADE - _DECADES))
 
     def rows(self, view: str) -> list[dict[str, Any]]:
         """One dict a bin that holds tokens: how many, means over them, the share of exact ones, the largest |d|."""
-        result = []
-        for label, sums, top in zip(_VIEWS[view], self.tables[view].tolist(), self.largest[view].tolist(), strict=True):
-            if count := sums[0]:
-                means = {name: value / count for name, value in zip(_COLUMNS, sums, strict=True)}
-                result.append({"bin": label, **means, "tokens": int(count), "max_abs": top})
-        return result
+        rows = []
+        for label, sums, top in zip(_VIEWS[view], self.sums[view], self.largest[view].tolist(), strict=True):
+            if sums[0]:
+                means = dict(zip(_COLUMNS, (sums / sums[0]).tolist(), strict=True))
+                rows.append({"bin": label, **means, "tokens": int(sums[0]), "max_abs": top})
+        return rows
 
     def summary(self) -> dict[str, Any]:
         """The report as plain numbers. Raises ValueError without tokens."""
-        if not self.tables["all"].any():
+        if not self.sums["all"].any():
             raise ValueError("no valid tokens to diagnose")
-        (total,), s = self.rows("all"), self.sums
-        n, m = total["tokens"], s["sequences"]
-        chi2_token, chi2_sequence = (
-            max(0.0, k * s[w2] / s[w] ** 2 - 1) for k, w, w2 in ((n, "w", "w2"), (m, "w_seq", "w2_seq"))
-        )
+        (total,) = self.rows("all")
+        del total["bin"]
+        s = {name: float(self.sums[name]) for name in _TOTALS}
+        n = total["tokens"]
+        m = s["sequences"]
+        chi2_token = max(0.0, n * s["w2"] / s["w"] ** 2 - 1)
+        chi2_sequence = max(0.0, m * s["w2_seq"] / s["w_seq"] ** 2 - 1)
         return {
-            "ratio": self.ratio, **{k: v for k, v in total.items() if k != "bin"}, "sequences": int(m),
-            "mean_length": n / m, "quantiles": {str(q): self.quantile(q) for q in (0.5, 0.9, 0.99, 0.999, 0.9999)},
+            "ratio": self.ratio, **total, "sequences": int(m), "mean_length": n / m,
+            "quantiles": {str(q): self.quantile(q) for q in (0.5, 0.9, 0.99, 0.999, 0.9999)},
             "mean_probability_gap": s["probability_gap"] / n, "chi2_token": chi2_token, "chi2_sequence": chi2_sequence,
             "chi2_sequence_predicted": predicted_chi2(total["k3"], n / m),
             "ess_token": 1 / (1 + chi2_token), "ess_sequence": 1 / (1 + chi2_sequence),
@@ -145,8 +134,22 @@ class Diagnosis:
 
     def survival(self) -> tuple[list[float], list[float]]:
         """(edges, share of tokens with |d| above each), for a plot."""
-        above = 1 - self.histogram.cumsum(0) / self.histogram.sum().clamp_min(1)
+        counts = self.sums["histogram"]
+        above = 1 - counts.cumsum(0) / counts.sum().clamp_min(1)
         return [10.0 ** (i / _PER_DECADE - _DECADES) for i in range(_BINS - 1)], above[:-1].tolist()
+
+
+def _totals(logprobs: LogProbs, above: Tensor, below: Tensor) -> dict[str, Tensor]:
+    """What is summed over tokens or sequences, by its name in _TOTALS."""
+    real = logprobs.lengths > 0
+    ratio = exp(above - below)
+    sequence = exp(logprobs.per_sequence(above - below, "sum"))[real]
+    mean_above, mean_below = (logprobs.per_sequence(v, "mean")[real] for v in (above, below))
+    return {
+        "sequences": real, "w": ratio, "w2": ratio.square(), "w_seq": sequence, "w2_seq": sequence.square(),
+        "ppl_above": (-mean_above).exp(), "ppl_below": (-mean_below).exp(),
+        "ppl_ratio": (mean_below - mean_above).exp(), "probability_gap": (above.exp() - below.exp()).abs(),
+    }  # fmt: skip
 
 
 def _power_of_two(n: Tensor) -> Tensor:

@@ -9,31 +9,28 @@ Untruncated token weights make decoupled and bypass the same except for where th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .actions import AllReduce, Corrected, Correction, valid_advantages
-from .statistics import CLAMP, IMPOSSIBLE, LogProbs, Ratio
+from .statistics import CLAMP, IMPOSSIBLE, LogProbs, require_choice
 
 Mode = Literal["recompute", "bypass", "decoupled"]
 Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
-_RATIO: dict[str, Ratio] = {"recompute": "current/old", "bypass": "current/rollout", "decoupled": "current/old"}
-
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """loss: a differentiable scalar. clipped: bool [valid tokens], whose gradient a clip removed. corrected: what the
-    correction did. log_ratio: fp64 [valid tokens], detached, of the ratio in the loss."""
+    correction did."""
 
     loss: Tensor
     clipped: Tensor
     corrected: Corrected
-    log_ratio: Tensor
 
 
 def policy_loss(
@@ -68,24 +65,21 @@ def policy_loss(
     current = logprobs.current[logprobs.mask].to(advantage.dtype)
     current = torch.where(current == -torch.inf, IMPOSSIBLE, current)
     if kind == "reinforce":
-        log_ratio = torch.zeros_like(advantage)
-        losses, clipped = -current * advantage, torch.zeros_like(keep)
+        losses = -current * advantage
+        clipped = torch.zeros_like(keep)
     else:
-        reference = logprobs.values(_RATIO[mode].partition("/")[2])
-        log_ratio = current - reference
+        log_ratio = current - logprobs.values("rollout" if mode == "bypass" else "old")
         if kind == "gspo":  # the sequence's ratio, with each token's own gradient
             mean = logprobs.per_sequence(log_ratio.detach(), "mean")[logprobs.segment]
             log_ratio = mean + current - current.detach()
         losses, clipped = _clipped(kind, log_ratio, current, advantage, clip, dual_clip)
     losses = torch.where(keep, losses * weights, 0.0)
     loss = aggregate(losses, keep, logprobs, aggregation, correction.denominator, divisor, normalizer)
-    corrected = Corrected(logprobs.spread(weights.float()), logprobs.spread(keep), correction.denominator)
-    return PolicyLoss(loss, clipped, corrected, log_ratio.detach())
+    return PolicyLoss(loss, clipped, Corrected(logprobs.spread(weights.float()), logprobs.spread(keep)))
 
 
 def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor, clip, dual_clip) -> None:
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"{aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
+    require_choice("aggregation", aggregation, Aggregation)
     if logprobs.current is None:
         raise ValueError("a loss needs the current policy's log-probs")
     if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
@@ -105,9 +99,8 @@ def check_clip(clip: tuple[float, float], dual_clip: float | None) -> None:
 
 def check_combination(mode: Mode, kind: Kind, correction: Correction) -> None:
     """ValueError unless a correction makes sense in this mode and kind of loss."""
-    for value, choices in ((mode, Mode), (kind, Kind)):
-        if value not in get_args(choices):
-            raise ValueError(f"{value!r}; choose one of {', '.join(get_args(choices))}")
+    require_choice("mode", mode, Mode)
+    require_choice("kind", kind, Kind)
     weight = None if correction.weight is None else correction.weight.statistic.ratio
     if mode == "recompute" and (weight is not None or correction.ratios - {"current/old"}):
         raise ValueError("recompute ignores the rollout's log-probs; a correction needs bypass or decoupled")
@@ -132,7 +125,8 @@ def _clipped(kind, log_ratio, current, advantage, clip, dual_clip) -> tuple[Tens
     if dual_clip is not None:
         cap = -dual_clip * advantage
         capped = (advantage < 0) & (losses.detach() > cap)
-        losses, clipped = torch.where(capped, cap, losses), clipped | capped
+        losses = torch.where(capped, cap, losses)
+        clipped |= capped
     return losses, clipped
 
 
@@ -161,6 +155,6 @@ def effective_coefficients(logprobs: LogProbs, advantages: Tensor, mode: Mode, *
     """
     assert logprobs.current is not None
     current = logprobs.current.detach().clone().requires_grad_()
-    leaf = LogProbs(logprobs.mask, logprobs.rollout, logprobs.old, current, logprobs.offsets)
-    (gradient,) = torch.autograd.grad(policy_loss(leaf, advantages, mode, **kwargs).loss, current)
+    loss = policy_loss(replace(logprobs, current=current), advantages, mode, **kwargs).loss
+    (gradient,) = torch.autograd.grad(loss, current)
     return gradient[logprobs.mask].to(torch.float64)

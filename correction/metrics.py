@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,8 @@ def correction_metrics(
     advantage = valid_advantages(logprobs, advantages)
     weights, passed = correction.on_tokens(logprobs, advantage)
     used = torch.where(passed, weights, 0.0)
-    kept, of_sequences = used > 0, logprobs.per_sequence(used, "mean")
+    kept = used > 0
+    of_sequences = logprobs.per_sequence(used, "mean")
     sums = {
         "tokens": torch.ones_like(kept).sum(), "kept_tokens": kept.sum(),
         "sequences": (logprobs.lengths > 0).sum(), "kept_sequences": (of_sequences > 0).sum(),
@@ -30,8 +29,8 @@ def correction_metrics(
     }  # fmt: skip
     if weight := correction.weight:
         raw = exp(weight.statistic.per_token_of(logprobs))
-        sums["below_bound"] = (raw < (weight.low or 0.0)).sum()
-        sums["above_bound"] = (raw > (math.inf if weight.high is None else weight.high)).sum()
+        low, high = weight.bounds
+        sums |= {"below_bound": (raw < low).sum(), "above_bound": (raw > high).sum()}
     for i, gate in enumerate(correction.gates):
         sums[f"rejected_by_gate_{i}"] = (~gate.keep(logprobs, advantage)).sum()
     if advantage is not None:
@@ -47,7 +46,8 @@ def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
     bounds and those that each gate rejects; ESS / n of the weights in use, by token and by sequence (its mean weight).
     """
     s = {name: float(value) for name, value in sums.items()}
-    tokens, sequences = max(1.0, s["tokens"]), max(1.0, s["sequences"])
+    tokens = max(1.0, s["tokens"])
+    sequences = max(1.0, s["sequences"])
     result = {
         "weight_mean": s["weight"] / tokens, "used_weight_mean": s["used_weight"] / tokens,
         "ess_token": s["used_weight"] ** 2 / max(s["used_weight_squared"], 1e-300) / tokens,

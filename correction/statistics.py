@@ -7,9 +7,10 @@ anything, and batches padded to [B, T] give the same numbers as packed ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ Aggregate = Literal["token", "sum", "mean", "max", "min"]
 CLAMP = 20.0  # |log ratio| is cut here before it is exponentiated: exp(20) = 4.9e8
 IMPOSSIBLE = -1000.0  # stands for the log-prob -inf, so that sums stay finite and 0 / 0 is a ratio of 1
 _PROBABILITY = 1e-6, 1 - 1e-6  # where the Bernoulli KL clamps its probabilities
+
+
+def require_choice(what: str, value: str, choices: Any) -> None:
+    """ValueError, which lists the choices (a Literal, or strings), unless the value is one of them."""
+    names = get_args(choices) or tuple(choices)
+    if value not in names:
+        raise ValueError(f"{what}={value!r}; choose one of {', '.join(names)}")
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -51,14 +59,12 @@ class LogProbs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", self.mask.bool())
-        dims = 2 if self.offsets is None else 1
-        if self.mask.dim() != dims:
+        if self.mask.dim() != (2 if self.offsets is None else 1):
             raise ValueError(f"mask has shape {list(self.mask.shape)}; give [B, T], or [N] together with offsets")
         if self.offsets is not None:
-            steps = self.offsets.diff()
             if self.offsets.numel() < 1 or self.offsets[0] != 0 or self.offsets[-1] != self.mask.numel():
                 raise ValueError(f"offsets must run from 0 to the number of tokens, {self.mask.numel()}")
-            if (steps < 0).any():
+            if (self.offsets.diff() < 0).any():
                 raise ValueError("offsets must not decrease")
         for name in ("rollout", "old", "current"):
             values = getattr(self, name)
@@ -72,6 +78,10 @@ class LogProbs:
             wrong = valid.isnan() | (valid == torch.inf) | ((valid == -torch.inf) & (name == "rollout"))
             if wrong.any():
                 raise ValueError(f"{name} holds {int(wrong.sum())} non-finite log-probs at valid tokens")
+
+    def on_policy(self) -> LogProbs:
+        """The log-probs with `current` set: to `old` where it was not given."""
+        return self if self.current is not None else replace(self, current=self.old)
 
     @property
     def num_sequences(self) -> int:
@@ -106,11 +116,11 @@ class LogProbs:
 
     def per_sequence(self, values: Tensor, how: Literal["sum", "mean", "max", "min"]) -> Tensor:
         """[valid tokens] -> [sequences]; 0 for a sequence without valid tokens."""
-        if how in ("sum", "mean"):
-            sums = values.new_zeros(self.num_sequences).index_add_(0, self.segment, values)
-            return sums if how == "sum" else sums / self.lengths.clamp_min(1)
         out = values.new_zeros(self.num_sequences)
-        return out.scatter_reduce_(0, self.segment, values, "amax" if how == "max" else "amin", include_self=False)
+        if how in ("max", "min"):
+            return out.scatter_reduce_(0, self.segment, values, f"a{how}", include_self=False)
+        sums = out.index_add_(0, self.segment, values)
+        return sums if how == "sum" else sums / self.lengths.clamp_min(1)
 
     def spread(self, values: Tensor) -> Tensor:
         """[valid tokens] -> the mask's shape, 0 (False) outside the mask."""
@@ -131,9 +141,9 @@ class Statistic:
     aggregate: Aggregate = "token"
 
     def __post_init__(self) -> None:
-        for name, choices in (("ratio", Ratio), ("kernel", Kernel), ("aggregate", Aggregate)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} {getattr(self, name)!r}; choose one of {', '.join(get_args(choices))}")
+        require_choice("ratio", self.ratio, Ratio)
+        require_choice("kernel", self.kernel, Kernel)
+        require_choice("aggregate", self.aggregate, Aggregate)
 
     @property
     def per_token(self) -> bool:
@@ -142,7 +152,8 @@ class Statistic:
 
     def of(self, logprobs: LogProbs) -> Tensor:
         """fp64, [valid tokens] for the aggregate "token", [sequences] otherwise."""
-        values = self._kernel(logprobs)
+        above, below = (logprobs.values(policy) for policy in self.ratio.split("/"))
+        values = _binary_kl(above, below) if self.kernel == "binary_kl" else KERNELS[self.kernel](above - below)
         return values if self.aggregate == "token" else logprobs.per_sequence(values, self.aggregate)
 
     def per_token_of(self, logprobs: LogProbs) -> Tensor:
@@ -150,31 +161,23 @@ class Statistic:
         values = self.of(logprobs)
         return values if self.per_token else values[logprobs.segment]
 
-    def _kernel(self, logprobs: LogProbs) -> Tensor:
-        if self.kernel == "binary_kl":
-            above, below = self.ratio.split("/")
-            return _binary_kl(logprobs.values(above), logprobs.values(below))
-        return apply_kernel(self.kernel, logprobs.log_ratio(self.ratio))
+
+def _k3(d: Tensor) -> Tensor:
+    d = d.clamp(-CLAMP, CLAMP)
+    return d.expm1() - d  # exp(d) - 1 - d loses all digits where d is small
 
 
-def apply_kernel(kernel: Kernel, d: Tensor) -> Tensor:
-    """A kernel of log ratios, elementwise; "binary_kl" needs more than a ratio."""
-    match kernel:
-        case "log_ratio":
-            return d
-        case "k1":
-            return -d
-        case "k2":
-            return d.square() / 2
-        case "k3":  # expm1: exp(d) - 1 - d loses all digits where d is small
-            return d.clamp(-CLAMP, CLAMP).expm1() - d.clamp(-CLAMP, CLAMP)
-        case "abs":
-            return d.abs()
-    raise ValueError(f"kernel {kernel!r} is not a function of the ratio alone")
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of log ratios, elementwise; binary_kl needs more than a ratio
+    "log_ratio": lambda d: d,
+    "k1": torch.neg,
+    "k2": lambda d: d.square() / 2,
+    "k3": _k3,
+    "abs": torch.abs,
+}
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     p, q = (v.exp().clamp(*_PROBABILITY) for v in (log_p, log_q))
-    logit_gap = (p / q).log() - ((1 - p) / (1 - q)).log()
     base = ((1 - p) / (1 - q)).log()
+    logit_gap = (p / q).log() - base
     return torch.maximum(p * logit_gap + base, -(q * logit_gap + base))

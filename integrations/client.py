@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -46,8 +48,8 @@ class Client:
     def __init__(
         self, url: str, contract: Contract | str | None = None, key: str | None = None, timeout: float = 300.0
     ):
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.timeout = timeout
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._group: WeightGroup | None = None
         self.contract = Contract(**self.get("/v1/contract")["contract"])
@@ -84,21 +86,18 @@ class Client:
         """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists."""
         if not prompts:
             return []
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         key = "text" if isinstance(prompts[0], str) else "input_ids"
         body = {
-            key: [p if isinstance(p, str) else list(p) for p in prompts],
-            "sampling_params": [_fields(p) for p in each],
-            "return_logprob": True,
-            "return_prompt_token_ids": True,
+            key: [p if isinstance(p, str) else list(p) for p in prompts], "sampling_params": [_fields(p) for p in each],
+            "return_logprob": True, "return_prompt_token_ids": True,
             "top_logprobs_num": [max(p.logprobs or 0, p.prompt_logprobs or 0) for p in each],
             "logprob_start_len": [-1 if p.prompt_logprobs is None else 0 for p in each],
-        }
+        }  # fmt: skip
         response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
         found = iter(self._checked(response))
-        texts = [p if isinstance(p, str) else None for p in prompts]
-        return [_output(text, [next(found) for _ in range(p.n)], p) for text, p in zip(texts, each, strict=True)]
+        return [_output(prompt, list(islice(found, p.n)), p) for prompt, p in zip(prompts, each, strict=True)]
 
     def update_weights(
         self,
@@ -132,22 +131,17 @@ class Client:
         address: str | None = None,
     ) -> int | str:
         """Update as `update_weights` does, for tensors that are made one after another."""
-        if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in self._groups():
+        known = self.get("/weight_info")["weight_groups"]
+        if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in known:
             self._group = self._join(address or self._own_address())
         body = {
-            "names": [s.name for s in specs],
-            "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
-            "shapes": [list(s.shape) for s in specs],
-            "bucket_bytes": BUCKET_BYTES,
+            "names": [s.name for s in specs], "dtypes": [str(s.dtype).removeprefix("torch.") for s in specs],
+            "shapes": [list(s.shape) for s in specs], "bucket_bytes": BUCKET_BYTES,
             "weight_version": None if version is None else str(version),
-        }
-        with _Meanwhile(self.post, "/update_weights_from_distributed", body) as reply:
+        }  # fmt: skip
+        with self._posting("/update_weights_from_distributed", body):
             self._group.send(tensors, specs, BUCKET_BYTES)
-        reply.result()
         return self.weight_version
-
-    def _groups(self) -> list[str]:
-        return self.get("/weight_info")["weight_groups"]
 
     def _own_address(self) -> str:
         url = self._http.base_url
@@ -158,12 +152,21 @@ class Client:
     def _join(self, address: str) -> WeightGroup:
         if self._group is not None:
             self._group.close()
-        port, world = free_port(""), 1 + self.get("/get_world_size")["world_size"]
+        port = free_port("")
+        world = 1 + self.get("/get_world_size")["world_size"]
         where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
-        with _Meanwhile(self.post, "/init_weights_update_group", where | {"backend": "gloo"}) as reply:
-            group = WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
-        reply.result()
-        return group
+        with self._posting("/init_weights_update_group", where | {"backend": "gloo"}):
+            return WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
+
+    @contextmanager
+    def _posting(self, path: str, body: dict) -> Iterator[None]:
+        """Post in another thread while the block runs. The server's error hides the block's, which it explains."""
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.post, path, body)
+            try:
+                yield
+            finally:
+                reply.result()
 
     def close(self) -> None:
         """Leave the process group and close the connections."""
@@ -178,33 +181,6 @@ class Client:
         self.close()
 
 
-class _Meanwhile:
-    """A call in another thread while the block runs. What the call raises counts more than what the block does."""
-
-    def __init__(self, function, *args):
-        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
-        self._error: BaseException | None = None
-
-    def _run(self, function, *args) -> None:
-        try:
-            function(*args)
-        except BaseException as error:
-            self._error = error
-
-    def __enter__(self) -> _Meanwhile:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self._thread.join()
-        if error is not None and self._error is not None:
-            raise self._error from error
-
-    def result(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 def _version(label: str) -> int | str:
     return 0 if label == FIRST_VERSION else int(label) if label.isdecimal() else label
 
@@ -214,28 +190,23 @@ def _fields(params: SamplingParams) -> dict:
         raise ValueError("raw_logprobs aren't on the wire; re-score the tokens instead")
     same = ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     return {name: getattr(params, name) for name in same} | {
-        "max_new_tokens": params.max_tokens,
-        "min_new_tokens": params.min_tokens,
-        "sampling_seed": params.seed,
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
+        "max_new_tokens": params.max_tokens, "min_new_tokens": params.min_tokens, "sampling_seed": params.seed,
+        "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
         "no_stop_trim": params.include_stop_str_in_output,
-    }
+    }  # fmt: skip
 
 
-def _output(prompt: str | None, samples: list[dict], params: SamplingParams) -> RequestOutput:
+def _output(prompt: str | Sequence[int], samples: list[dict], params: SamplingParams) -> RequestOutput:
     meta = samples[0]["meta_info"]
     scored = params.prompt_logprobs is not None
     return RequestOutput(
-        request_id=meta["id"],
-        prompt=prompt,
+        request_id=meta["id"], prompt=prompt if isinstance(prompt, str) else None, finished=True,
         prompt_token_ids=samples[0]["prompt_token_ids"],
         completions=[_completion(i, s, params) for i, s in enumerate(samples)],
         prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
-        finished=True,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
         num_cached_tokens=meta["cached_tokens"],
-    )
+    )  # fmt: skip
 
 
 def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None:
@@ -243,16 +214,14 @@ def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None
 
 
 def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
-    meta, reason = sample["meta_info"], sample["meta_info"]["finish_reason"]
+    meta = sample["meta_info"]
+    reason = meta["finish_reason"]
     matched = reason.get("matched")
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(
-        index=index,
-        token_ids=sample["output_ids"],
+        index=index, token_ids=sample["output_ids"], text=sample["text"] if params.detokenize else None,
         logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-        finish_reason=reason["type"],
-        stop_reason=matched if named else None,
+        finish_reason=reason["type"], stop_reason=matched if named else None,
         weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
-        text=sample["text"] if params.detokenize else None,
         top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,
-    )
+    )  # fmt: skip

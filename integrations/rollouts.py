@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,17 +90,17 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
 # --- records -------------------------------------------------------------------------------------------------------
 
 _LOGPROBS = {f"{name}_logprobs": name for name in ("rollout", "old", "current", "reference")}
-_FIELDS = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids")
+_SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids")
+_KEYS = _LOGPROBS | {name: name for name in _SAME}  # in files: in a Rollout
 _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
-_KEYS = _LOGPROBS | {name: name for name in _FIELDS}  # in files: in a Rollout
-_LOWEST, _HIGHEST = np.finfo(np.float32).min, np.finfo(np.float32).max
+_FP32 = np.finfo(np.float32)
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above 0; a probability or a negated log-prob lies far above
 _ARRAYS = {  # lowest and highest legal value, in words
     "mask": (0, 1, "0 or 1, or a boolean, for each token"),
-    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _HIGHEST, "a flat list of integers")),
+    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _FP32.max, "a flat list of integers")),
     **dict.fromkeys(_LOGPROBS, (-np.inf, _ROUNDING, "a log-prob for each token: at most 0, no NaN or null")),
-    "rollout_logprobs": (_LOWEST, _ROUNDING, "a log-prob for each token: finite, at most 0"),
-    "advantages": (_LOWEST, _HIGHEST, "one finite number, or one for each token"),
+    "rollout_logprobs": (_FP32.min, _ROUNDING, "a log-prob for each token: finite, at most 0"),
+    "advantages": (_FP32.min, _FP32.max, "one finite number, or one for each token"),
 }
 
 
@@ -124,32 +125,38 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
         if record.get(key) is None:
             _fail(source, f"no {key}", "at least token_ids and rollout_logprobs")
     arrays = {key: _array(record[key], key, source) for key in _ARRAYS if record.get(key) is not None}
-    ids, sampled = arrays["token_ids"], arrays.get("mask", np.ones(())) != 0
+    size = arrays["token_ids"].size
+    sampled = arrays.get("mask", np.ones(())) != 0
     if "advantages" in arrays and arrays["advantages"].size == 1:
-        arrays["advantages"] = np.full(ids.size, arrays["advantages"])
+        arrays["advantages"] = np.full(size, arrays["advantages"])
     for key, array in arrays.items():
-        (low, high, expected), everywhere = _ARRAYS[key], key in ("mask", "prompt_token_ids")
-        if array.ndim != 1 or (array.size != ids.size and key != "prompt_token_ids"):
-            _fail(source, f"{key} has shape {list(array.shape)}, token_ids {list(ids.shape)}", expected)
-        legal = (array >= low) & (array <= high)
-        if not legal.all() and not (legal := legal if everywhere else legal | ~sampled).all():
-            _fail(source, f"{key}[{np.argmin(legal)}] is {array[np.argmin(legal)]}", expected)
+        low, high, expected = _ARRAYS[key]
+        if array.ndim != 1 or (array.size != size and key != "prompt_token_ids"):
+            _fail(source, f"{key} has shape {list(array.shape)}, token_ids {list(arrays['token_ids'].shape)}", expected)
+        wrong = ~((array >= low) & (array <= high))
+        if key not in ("mask", "prompt_token_ids"):
+            wrong &= sampled
+        if wrong.any():
+            _fail(source, f"{key}[{wrong.argmax()}] is {array[wrong.argmax()]}", expected)
+    fields: dict[str, Any] = {_KEYS[key]: array for key, array in arrays.items()}
     if "mask" in arrays:
-        arrays["mask"] = sampled
-    reward, group = record.get("reward"), record.get("group")
+        fields["mask"] = sampled
+    group = record.get("group")
+    reward = record.get("reward")
     if reward is not None and not (isinstance(reward, int | float | np.number) and math.isfinite(reward)):
         _fail(source, f"reward is {reward!r}", "a finite number")
-    fields: dict[str, Any] = {_KEYS[key]: array for key, array in arrays.items()}
-    fields |= {"reward": reward if reward is None else float(reward), "group": group if group is None else str(group)}
-    return Rollout(**fields, source=source)
+    fields["reward"] = None if reward is None else float(reward)
+    return Rollout(**fields, group=None if group is None else str(group), source=source)
 
 
 def _array(values: Any, key: str, source: str) -> np.ndarray:
     """int64 of ids, f64 of the rest."""
-    array, integers = np.asarray(values), key.endswith("token_ids")
+    array = np.asarray(values)
     if array.dtype == object and {type(v) for v in array.flat} <= {int, float, type(None)}:
         array = array.astype(np.float64)  # null becomes NaN
-    if array.size and array.dtype.kind not in ("iu" if integers else "iufb" if key == "mask" else "iuf"):
+    integers = key.endswith("token_ids")
+    kinds = "iu" if integers else "iufb" if key == "mask" else "iuf"
+    if array.size and array.dtype.kind not in kinds:
         _fail(source, f"{key} holds {array.dtype.name}", _ARRAYS[key][2])
     return array.astype(np.int64 if integers else np.float64, copy=False)
 
@@ -181,14 +188,18 @@ def _vllm(response: Mapping[str, Any], source: str) -> Iterator[Rollout]:
     """Choices of one prompt form a group; a response to several prompts tells them apart by prompt_token_ids."""
     prompts: dict[tuple[int, ...], int] = {}
     for index, choice in enumerate(response["choices"]):
-        where, logprobs = f"{source}, choice {index}", choice.get("logprobs") or {}
-        names, values, tops = (logprobs.get(key) for key in ("tokens", "token_logprobs", "top_logprobs"))
+        where = f"{source}, choice {index}"
+        logprobs = choice.get("logprobs") or {}
+        values, names, tops = (logprobs.get(key) for key in ("token_logprobs", "tokens", "top_logprobs"))
         if (content := logprobs.get("content")) is not None:  # the chat's form
-            names, values = [_name(entry) for entry in content], [entry["logprob"] for entry in content]
-            tops = [{_name(e): e["logprob"] for e in entry.get("top_logprobs") or ()} for entry in content]
+            values = [entry["logprob"] for entry in content]
+            names = [_name(entry) for entry in content]
+            tops = [_by_name(entry.get("top_logprobs")) for entry in content]
         ids = choice.get("token_ids", choice.get("response_token_ids"))
-        if ids is None and -1 in (ids := [_token_id(name) for name in names or ("",)]):
-            _fail(where, "no token ids", "a reply to return_token_ids=true or return_tokens_as_token_ids=true")
+        if ids is None:
+            ids = [_token_id(name) for name in names or [""]]
+            if -1 in ids:
+                _fail(where, "no token ids", "a reply to return_token_ids=true or return_tokens_as_token_ids=true")
         if values is None and ids:
             _fail(where, "no log-probs", "a reply to logprobs=0 or more (chat: logprobs=true)")
         prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
@@ -201,6 +212,10 @@ def _name(entry: Mapping[str, Any]) -> int | str:
     return entry.get("token_id", entry["token"])
 
 
+def _by_name(entries: Sequence[Mapping[str, Any]] | None) -> dict[int | str, float]:
+    return {_name(entry): entry["logprob"] for entry in entries or ()}
+
+
 def _token_id(name: int | str) -> int:
     """7 or "token_id:7" -> 7; text, which names no id, -> -1."""
     return name if isinstance(name, int) else int(name[9:]) if name.startswith("token_id:") else -1
@@ -208,7 +223,8 @@ def _token_id(name: int | str) -> int:
 
 def _top_ids(tops: Sequence[dict[Any, float] | None]) -> list[int] | None:
     """vLLM lists the sampled token beside the k most likely ones: alone, it is surely the top only above 1/2."""
-    ranked, best = any(len(top or ()) > 1 for top in tops), []
+    ranked = any(len(top or ()) > 1 for top in tops)
+    best = []
     for top in tops:
         name, logprob = max((top or {"": -math.inf}).items(), key=lambda item: item[1])
         best.append(_token_id(name) if ranked or logprob > math.log(0.5) else -1)
@@ -217,28 +233,41 @@ def _top_ids(tops: Sequence[dict[Any, float] | None]) -> list[int] | None:
 
 def _sglang(reply: Mapping[str, Any], source: str) -> Rollout:
     meta = reply["meta_info"]
-    if (triples := meta.get("output_token_logprobs")) is None:
+    triples = meta.get("output_token_logprobs")
+    if triples is None:
         _fail(source, "no meta_info.output_token_logprobs", "a reply to return_logprob=true: [log-prob, id, text]")
-    ids, prompt = [triple[1] for triple in triples], reply.get("prompt_token_ids")
+    ids = [token for _, token, _ in triples]
     if reply.get("output_ids") not in (None, ids):
         _fail(source, "output_ids differ from the ids of output_token_logprobs", "the same tokens in both")
-    if prompt is None and len(scored := meta.get("input_token_logprobs") or ()) == meta.get("prompt_tokens"):
-        prompt = [triple[1] for triple in scored]  # logprob_start_len=0 lists the whole prompt
+    record: dict[str, Any] = {"token_ids": ids, "rollout_logprobs": [logprob for logprob, _, _ in triples]}
+    record["prompt_token_ids"] = reply.get("prompt_token_ids")
+    scored = meta.get("input_token_logprobs") or ()
+    if record["prompt_token_ids"] is None and len(scored) == meta.get("prompt_tokens"):
+        record["prompt_token_ids"] = [token for _, token, _ in scored]  # logprob_start_len=0 lists the whole prompt
     tops = meta.get("output_top_logprobs") or ()
-    best = [max(top, key=lambda triple: triple[0])[1] if top else -1 for top in tops] if any(tops) else None
-    record = {"token_ids": ids, "rollout_logprobs": [triple[0] for triple in triples], "prompt_token_ids": prompt}
-    return _rollout(record | {"top_token_ids": best}, source)
+    if any(tops):
+        record["top_token_ids"] = [max(top, key=itemgetter(0))[1] if top else -1 for top in tops]
+    return _rollout(record, source)
 
 
 # --- files of arrays -------------------------------------------------------------------------------------------------
 
-_OURS = ("token_ids", "rollout_logprobs", "mask", "old_logprobs", "prompt_token_ids")
-_THEIRS = {
-    "npz": _OURS,
-    "trl": ("completion_ids", "sampling_per_token_logps", "completion_mask", "old_per_token_logps", "prompt_ids"),
-    "verl": ("responses", "rollout_log_probs", "response_mask", "old_log_probs", "prompts"),
+_DUMPS = ("npz", "trl", "verl", "miles")
+_NAMES = {  # in each of these, where a dump has another name than ours
+    "token_ids": ("token_ids", "completion_ids", "responses", "token_ids"),
+    "rollout_logprobs": ("rollout_logprobs", "sampling_per_token_logps", "rollout_log_probs", "rollout_log_probs"),
+    "mask": ("mask", "completion_mask", "response_mask", "local_loss_mask"),
+    "old_logprobs": ("old_logprobs", "old_per_token_logps", "old_log_probs", "old_log_probs"),
+    "prompt_token_ids": ("prompt_token_ids", "prompt_ids", "prompts", "prompt_token_ids"),
+    "current_logprobs": ("current_logprobs", "current_logprobs", "current_logprobs", "train_log_probs"),
+    "group": ("group", "group", "group", "group_index"),
 }
-_MORE = ("advantages", "current_logprobs", "reference_logprobs", "top_token_ids", "reward", "group")
+
+
+def _renamed(data: Mapping[str, Any], format: str) -> dict[str, Any]:
+    """What a dump has, by our names."""
+    names = {key: _NAMES[key][_DUMPS.index(format)] if key in _NAMES else key for key in _KEYS}
+    return {key: data[name] for key, name in names.items() if data.get(name) is not None}
 
 
 def _parquet(path: Path, format: str | None) -> Iterator[Rollout]:
@@ -250,7 +279,8 @@ def _parquet(path: Path, format: str | None) -> Iterator[Rollout]:
     with _located(path, "a parquet file"), pyarrow.parquet.ParquetFile(path, **stream) as file:
         columns = [name for name in file.schema_arrow.names if name in _KEYS]
         batches = file.iter_batches(batch_size=64, columns=columns)
-        for number, row in enumerate(row for batch in batches for row in zip(*batch.columns, strict=True)):
+        rows = itertools.chain.from_iterable(zip(*batch.columns, strict=True) for batch in batches)
+        for number, row in enumerate(rows):
             lists = [getattr(cell, "values", None) for cell in row]  # None for a scalar or a null
             cells = [c.as_py() if v is None else v.to_numpy(False) for c, v in zip(row, lists, strict=True)]
             yield _rollout(dict(zip(columns, cells, strict=True)), f"{path}[{number}]")
@@ -265,17 +295,11 @@ def _dump(path: Path, format: str | None) -> Iterator[Rollout]:
         format = format or next((signs[key] for key in data if key in signs), "npz")
         if format == "miles":
             for index, sample in enumerate(data["samples"]):
-                yield _miles({k: _numpy(v) for k, v in sample.items() if v is not None}, f"{path}[{index}]")
+                record = {key: _numpy(value) for key, value in _renamed(sample, format).items()}
+                unknown = np.full(len(record.get("rollout_logprobs", ())), -1)  # the dump holds no token ids
+                yield _rollout(record | {"token_ids": unknown}, f"{path}[{index}]")
         else:
             yield from _rows(path, data, format)
-
-
-def _miles(sample: dict[str, Any], source: str) -> Rollout:
-    """The dump holds no token ids."""
-    names = ("rollout_log_probs", "old_log_probs", "train_log_probs", "local_loss_mask", "advantages", "group_index")
-    keys = ("rollout_logprobs", "old_logprobs", "current_logprobs", "mask", "advantages", "group")
-    record = {key: sample.get(name) for key, name in zip(keys, names, strict=True)}
-    return _rollout(record | {"token_ids": np.full(len(sample.get("rollout_log_probs", ())), -1)}, source)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -290,52 +314,65 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _numpy(value: Any) -> Any:
     """An array, of a tensor of any dtype; other things as they are."""
-    return (value.double() if value.is_floating_point() else value).numpy() if hasattr(value, "numpy") else value
+    if not hasattr(value, "numpy"):
+        return value
+    return (value.double() if value.is_floating_point() else value).numpy()
 
 
 def _rows(path: Path, data: dict[str, Any], format: str) -> Iterator[Rollout]:
     """The sequences of padded arrays, each up to its last valid token, or of packed ones."""
-    names: tuple[str, ...] = _THEIRS[format]
-    offsets: Any = data.get("offsets")
-    for name in names[: 3 if offsets is None else 2]:
-        if name not in data:
-            _fail(path, f"no {name}", f"the arrays of format {format!r}: {', '.join(names)}")
-    found = {ours: data[name] for ours, name in zip(_OURS, names, strict=True) if name in data}
-    found |= {key: data[key] for key in _MORE if key in data}
-    valid, shape = data.get(names[2]), found["token_ids"].shape
-    prompt_mask, prompt_offsets = data.get("prompt_mask"), data.get("prompt_offsets")
-    if "tool_mask" in data:  # TRL: what tools wrote is in the completion, but not sampled
-        found["mask"] = valid * data["tool_mask"]
-    if "attention_mask" in data:  # verl: over prompts and responses
-        prompt_mask, valid = np.split(data["attention_mask"], [-shape[-1]], axis=1)
-    of_tokens = {key for key in found if key in _PER_TOKEN or (key == "advantages" and found[key].shape == shape)}
-    for key in of_tokens:
-        if found[key].shape != shape or len(shape) != (2 if offsets is None else 1):
+    found = _renamed(data, format)
+    packed = "offsets" in data
+    for key in ("token_ids", "rollout_logprobs") if packed else ("token_ids", "rollout_logprobs", "mask"):
+        if key not in found:
+            names = [row[_DUMPS.index(format)] for row in _NAMES.values()]
+            _fail(
+                path, f"no {_NAMES[key][_DUMPS.index(format)]}", f"the arrays of format {format!r}: {', '.join(names)}"
+            )
+    shape = found["token_ids"].shape
+    per_token = {key for key in found if key in _PER_TOKEN or (key == "advantages" and found[key].shape == shape)}
+    for key in per_token:
+        if found[key].shape != shape or len(shape) != (1 if packed else 2):
             wrong = f"{key} has shape {list(found[key].shape)}, token_ids {list(shape)}"
             _fail(path, wrong, "[B, T], or [N] with offsets")
-    if valid is not None and offsets is None:  # pack them
-        keep = np.logical_or.accumulate(valid[:, ::-1] != 0, 1)[:, ::-1]
-        found |= {key: found[key][keep] for key in of_tokens}
-        offsets = np.cumsum([0, *keep.sum(1)])
-    if prompt_mask is not None and "prompt_token_ids" in found:
-        found["prompt_token_ids"] = found["prompt_token_ids"][prompt_mask != 0]
-        prompt_offsets = np.cumsum([0, *(prompt_mask != 0).sum(1)])
-    ends, columns = dict.fromkeys(of_tokens, offsets) | {"prompt_token_ids": prompt_offsets}, {}
+    if packed:
+        places = dict.fromkeys(per_token, _spans(path, "token_ids", data["offsets"], found))
+        if "prompt_offsets" in data:
+            places["prompt_token_ids"] = _spans(path, "prompt_token_ids", data["prompt_offsets"], found)
+    else:
+        valid = found["mask"]
+        prompt_mask = data.get("prompt_mask")
+        if "tool_mask" in data:  # TRL: what tools wrote is in the completion, but not sampled
+            found["mask"] = valid * data["tool_mask"]
+        if "attention_mask" in data:  # verl: over prompts and responses
+            prompt_mask, valid = np.split(data["attention_mask"], [-shape[1]], axis=1)
+        lengths = ((valid[:, ::-1] != 0).cumsum(1) > 0).sum(1)
+        tokens: list[Any] = [(row, slice(length)) for row, length in enumerate(lengths)]
+        places = dict.fromkeys(per_token, tokens)
+        if prompt_mask is not None:
+            places["prompt_token_ids"] = [(row, mask != 0) for row, mask in enumerate(prompt_mask)]
+    count = len(places["token_ids"])
     for key, array in found.items():
-        if (at := ends.get(key)) is not None:
-            if at[0] != 0 or at[-1] != len(array) or (np.diff(at) < 0).any():
-                _fail(path, f"offsets of {key} from {at[0]} to {at[-1]}", f"ascending ones from 0 to {len(array)}")
-            array = [array[start:end] for start, end in itertools.pairwise(at)]
-        if len(array) != len(offsets) - 1:
-            _fail(path, f"{key} has {len(array)} rows", f"{len(offsets) - 1}, one a sequence")
-        columns[key] = array
-    for row, values in enumerate(zip(*columns.values(), strict=True)):
-        yield _rollout(dict(zip(columns, values, strict=True)), f"{path}[{row}]")
+        rows = len(places.get(key, array))
+        if rows != count:
+            _fail(path, f"{key} has {rows} rows", f"{count}, one a sequence")
+    for row in range(count):
+        record = {key: array[places[key][row] if key in places else row] for key, array in found.items()}
+        yield _rollout(record, f"{path}[{row}]")
+
+
+def _spans(path: Path, key: str, offsets: np.ndarray, found: dict[str, Any]) -> list[Any]:
+    size = len(found[key])
+    if offsets[0] != 0 or offsets[-1] != size or (np.diff(offsets) < 0).any():
+        _fail(path, f"offsets of {key} from {offsets[0]} to {offsets[-1]}", f"ascending ones from 0 to {size}")
+    return [slice(start, end) for start, end in itertools.pairwise(offsets)]
 
 
 def _folder(path: Path, format: str | None) -> Iterator[Rollout]:
     files = sorted(path.rglob("rank_*_call_*.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
-    for file in files or _fail(path, "a folder without rank_*_call_*.pt", "Miles' policy_loss_debug"):
+    if not files:
+        _fail(path, "a folder without rank_*_call_*.pt", "Miles' policy_loss_debug")
+    for file in files:
         yield from _dump(file, "miles")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ def token_logprobs(
     return_entropy: bool = False,
     return_argmax: bool = False,
     chunk: int | None = None,
-    forward: Callable | None = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
 
@@ -36,56 +37,85 @@ def token_logprobs(
 
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
     distributions in the same shape. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
-    bit. forward: what to call instead of `model`: its own forward, inside of a wrapper's call whose hooks have run.
+    bit.
     """
     params = sampling_params or SamplingParams()
-    if not isinstance(model.get_output_embeddings(), LMHead):
-        raise TypeError("token_logprobs needs a model from samebits.trainer.exact_model")
+    if params.min_tokens and prompt_lens is None:
+        raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
     rows = _rows(sequences, attention_mask)
     if not rows or not all(len(r) for r in rows):
         raise ValueError("token_logprobs needs at least one sequence, and no empty ones")
     lengths = [len(r) for r in rows]
-    ids = torch.cat(rows)
-    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
-        raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layout = ops.packed_layout(lengths, group, model.device)
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    predicts = torch.ones(len(ids), dtype=torch.bool)
-    predicts[ends] = False
-    if prompt_lens is not None:
-        for start, prompt in zip(
-            (ends - torch.tensor(lengths) + 1).tolist(), _checked(prompt_lens, lengths), strict=True
-        ):
-            predicts[start : start + prompt - 1] = False
-    index = predicts.nonzero().flatten()
+    prompts = [1] * len(rows) if prompt_lens is None else _checked(prompt_lens, lengths)
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
-    found = score_packed(
-        forward or model,
-        ids.to(model.device),
-        index,
-        layout,
-        row_params(model, params, lengths, prompt_lens, index),
-        chunk or ops.backend(model.device).LOGIT_ROWS,
-    )
-    spread = (values.new_zeros(len(ids)).scatter(0, (index + 1).to(values.device), values) for values in found)
+    batch = PackedBatch.of(model, rows, [n - prompt for n, prompt in zip(lengths, prompts, strict=True)])
+    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS)
+    spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
     extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
     return (shaped.logprob, *extras) if extras else shaped.logprob
 
 
-def score_packed(
-    forward: Callable, ids: Tensor, index: Tensor, layout: ops.PagedLayout, params: ops.RowParams, chunk: int
-) -> ops.TokenLogprobs:
-    """Return the log-probs of the tokens after those numbered `index` int64 [R] in a packed batch `ids` int64 [T]."""
-    index = index.to(ids.device)
-    return forward(
-        input_ids=ids[None],
-        position_ids=layout.on(ids.device).positions.long()[None],
-        use_cache=False,
-        layout=layout,
-        logprobs=LogprobRequest(index, ids[index + 1], params, chunk),
-    )
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences without padding, on the model's device.
+
+    ids int64 [T], without the tokens that a sequence shares with the one before it. counts: how many tokens at each
+    sequence's end are scored. index int64 [sum of counts]: the tokens before those.
+    """
+
+    ids: Tensor
+    counts: list[int]
+    index: Tensor
+    layout: ops.PagedLayout
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, rows: list[Tensor], counts: list[int], shared: list[int] | None = None
+    ) -> PackedBatch:
+        """Pack rows of token ids, without the first `shared` tokens of each, which are those of the row before it."""
+        exact_head(model)
+        ids = torch.cat(rows)
+        if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+            raise ValueError(f"a token id is out of range; the vocabulary has {model.config.vocab_size} entries")
+        lengths = [len(row) for row in rows]
+        ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
+        index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        group = model.config.num_attention_heads // model.config.num_key_value_heads
+        layout = ops.packed_layout(lengths, group, model.device, shared)
+        return cls(ids.to(model.device), counts, index.to(model.device), layout)
+
+    def inputs(self) -> dict[str, Any]:
+        """The keywords of an exact model's forward."""
+        positions = self.layout.on(self.ids.device).positions.long()[None]
+        return {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
+
+    def score(self, model: PreTrainedModel, params: SamplingParams, chunk: int) -> ops.TokenLogprobs:
+        """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time."""
+        rows = ops.RowParams.repeat(len(self.index), params.temperature, params.top_k, params.top_p, params.min_p)
+        if params.min_tokens:
+            banned = _banned(model, params)
+            rows.banned = []
+            for count in self.counts:
+                rows.banned += [banned if position < params.min_tokens else [] for position in range(count)]
+        return model(**self.inputs(), logprobs=LogprobRequest(self.index, self.ids[self.index + 1], rows, chunk))
+
+
+def exact_head(model: PreTrainedModel) -> LMHead:
+    """Return the head of an exact model. TypeError for another model."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LMHead):
+        raise TypeError("scoring tokens needs a model from samebits.trainer.exact_model")
+    return head
+
+
+def _banned(model: PreTrainedModel, params: SamplingParams) -> list[int]:
+    """The tokens that may not be sampled before min_tokens."""
+    bad = [t for t in params.stop_token_ids if t >= model.config.vocab_size]
+    if bad:
+        raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {model.config.vocab_size} entries")
+    eos = () if params.ignore_eos else eos_token_ids(model.config, model.generation_config)
+    return [*eos, *params.stop_token_ids]
 
 
 def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
@@ -123,30 +153,3 @@ def _checked(prompt_lens: Sequence[int], lengths: list[int]) -> list[int]:
     if len(prompts) != len(lengths) or any(not 1 <= p <= n for p, n in zip(prompts, lengths, strict=True)):
         raise ValueError(f"prompt_lens needs one entry per sequence, at least 1 and at most its length; got {prompts}")
     return prompts
-
-
-def row_params(
-    model: PreTrainedModel,
-    params: SamplingParams,
-    lengths: Sequence[int],
-    prompt_lens: Sequence[int] | None,
-    index: Tensor,
-) -> ops.RowParams:
-    """Return the distribution of each scored token's row. min_tokens needs prompt_lens, and rows of completions."""
-    rows = ops.RowParams.repeat(len(index), params.temperature, params.top_k, params.top_p, params.min_p)
-    if params.min_tokens:
-        if prompt_lens is None:
-            raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
-        bad = [t for t in params.stop_token_ids if t >= model.config.vocab_size]
-        if bad:
-            raise ValueError(
-                f"stop_token_ids {bad} are out of range; the vocabulary has {model.config.vocab_size} entries"
-            )
-        eos = () if params.ignore_eos else eos_token_ids(model.config, model.generation_config)
-        banned = [*eos, *params.stop_token_ids]
-        rows.banned = [
-            banned if position < params.min_tokens else []
-            for prompt, length in zip(prompt_lens, lengths, strict=True)
-            for position in range(length - prompt)
-        ]
-    return rows

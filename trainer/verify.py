@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,6 @@ from ..engine.executor import LocalExecutor
 from ..engine.model_runner import ModelRunner
 from ..kernels import ops
 from ..model import exact_model
-from ..model.exact import ExactLinear, ExactRMSNorm
 from ..scheduler import Batch
 from .logprobs import token_logprobs
 
@@ -76,21 +78,23 @@ def verify(
     """Runs every setting of SAMPLING under a random schedule and compares all log-probs, as bits, with the trainer's.
 
     The KV pool is kept small, so that sequences are preempted; prompts share prefixes; n > 1. plant_fault: a module of
-    the engine whose op is replaced by torch's own first, to see that the proof can fail. On a difference, both sides
-    recompute the sequence and `fault` names the first module whose output differs.
+    the engine whose output is falsified by some units in the last place, to see that the proof can fail. On a
+    difference, both sides recompute the sequence and `fault` names the first module whose output differs.
     """
     model = exact_model(name, dtype, device)
     rng = random.Random(seed)
-    vocab, room = model.config.vocab_size, min(model.config.max_position_embeddings, 512)
+    vocab = model.config.vocab_size
+    room = min(model.config.max_position_embeddings, 512)
     longest = min(96, room // 2)
-    pool = 5 * 2 * longest  # tokens
+    blocks = -(-5 * 2 * longest // ops.backend(model.device).BLOCK)
     llm = LLM(
         name, dtype=dtype, device=device, max_model_len=room,
-        kv_cache_memory_bytes=_kv_bytes(model, pool), skip_tokenizer_init=True,
+        kv_cache_memory_bytes=blocks * ModelRunner.block_bytes(model), skip_tokenizer_init=True,
     )  # fmt: skip
     if plant_fault is not None:
-        replace_op(_runner(llm).model, plant_fault)
-    rounds, first = [], None
+        falsify(_runner(llm).model, plant_fault)
+    rounds = []
+    first = None
     threads = torch.get_num_threads()
     try:
         for label, setting in tqdm(SAMPLING.items(), desc="Verifying", unit="round", disable=not use_tqdm):
@@ -110,7 +114,7 @@ def verify(
             first = first or found
     finally:
         torch.set_num_threads(threads)
-    fault = None if first is None else locate(llm, model, *first)
+    fault = None if first is None else locate(llm, model, first)
     assert llm.contract is not None
     return VerifyReport(llm.contract.hash, rounds, fault)
 
@@ -126,26 +130,27 @@ def _runner(llm: LLM) -> ModelRunner:
     return executor.workers[0].runner
 
 
-def _kv_bytes(model, tokens: int) -> int:
-    return ModelRunner.block_bytes(model) * -(-tokens // ops.backend(model.device).BLOCK)
-
-
 def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
-    before, schedule = llm.stats(), _core(llm).scheduler
+    before = llm.stats()
+    schedule = _core(llm).scheduler
     outputs = llm.generate(prompts, params, use_tqdm=False)
     after = llm.stats()
-    pairs = [(o.prompt_token_ids, c) for o in outputs for c in o.completions]
-    sequences = [prompt + c.token_ids for prompt, c in pairs]
+    pairs = []
+    for output in outputs:
+        pairs += [(output.prompt_token_ids, completion) for completion in output.completions]
     with torch.no_grad():
-        expected = token_logprobs(model, sequences, params)
-    differing, worst, first = 0, 0.0, None
-    for (prompt, completion), sequence, logprobs in zip(pairs, sequences, expected, strict=True):
-        ours, theirs = torch.tensor(completion.logprobs), logprobs[len(prompt) :].cpu()
+        expected = token_logprobs(model, [prompt + c.token_ids for prompt, c in pairs], params)
+    differing = 0
+    worst = 0.0
+    first = None
+    for (prompt, completion), logprobs in zip(pairs, expected, strict=True):
+        ours = torch.tensor(completion.logprobs)
+        theirs = logprobs[len(prompt) :].cpu()
         unequal = ours != theirs
         if unequal.any():
             differing += int(unequal.sum())
             worst = max(worst, float((ours - theirs).abs().max()))
-            first = first or (sequence, len(prompt) + int(unequal.nonzero()[0]) - 1)
+            first = first or prompt + completion.token_ids[: int(unequal.nonzero()[0])]
     this = Round(
         label, schedule.max_num_seqs, schedule.max_num_batched_tokens, torch.get_num_threads(),
         sum(len(c.token_ids) for _, c in pairs), after.preemptions - before.preemptions,
@@ -154,28 +159,22 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
     return this, first
 
 
-class _Recorder:
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[Tensor]]]]:
     """Inputs and outputs of every leaf module at every token, in order of completion; later forwards append."""
+    seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
-    def __init__(self, model: nn.Module):
-        self.seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-        self.handles = [m.register_forward_hook(self._hook(name)) for name, m in leaves]
+    def record(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        inputs, outputs = seen.setdefault(name, ([], []))
+        inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
+        outputs += [_by_token(t) for t in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(t)]
 
-    def _hook(self, name: str):
-        def hook(module, args, output):
-            outputs = output if isinstance(output, tuple) else (output,)
-            inputs, results = self.seen.setdefault(name, ([], []))
-            inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
-            results += [_by_token(t) for t in outputs if torch.is_tensor(t)]
-
-        return hook
-
-    def __enter__(self) -> _Recorder:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for handle in self.handles:
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in leaves]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
             handle.remove()
 
 
@@ -193,14 +192,13 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(torch.cat(ours[i::count]), theirs[i]) for i in range(count))
 
 
-def locate(llm: LLM, model: PreTrainedModel, sequence: list[int], position: int) -> str:
-    """Recomputes one sequence up to `position` on both sides; the first module, in order of computation, to differ."""
-    tokens = sequence[: position + 1]
+def locate(llm: LLM, model: PreTrainedModel, tokens: list[int]) -> str:
+    """Recomputes one sequence on both sides; the first module, in order of computation, to differ."""
     ours = _engine_activations(llm, tokens)
-    with _Recorder(model) as recorder, torch.no_grad():
+    with _recorded(model) as seen, torch.no_grad():
         model(torch.tensor([tokens], device=model.device), logits_to_keep=1)
     previous = "the input"
-    for name, (inputs, outputs) in recorder.seen.items():
+    for name, (inputs, outputs) in seen.items():
         our_inputs, our_outputs = ours[name]
         if not _equal(our_outputs, outputs):
             if _equal(our_inputs, inputs):
@@ -218,33 +216,20 @@ def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Ten
     if not blocks.allocate(sample, len(tokens)):
         raise MemoryError("the KV pool is in use")
     try:
-        with _Recorder(_runner(llm).model) as recorder:
+        with _recorded(_runner(llm).model) as seen:
             for count in filter(None, (len(tokens) - 1, 1)):
                 sample.num_scheduled_tokens = count
                 _runner(llm).run(_core(llm).planner.plan(Batch([sample]), [])[0])
                 sample.num_cached_tokens += count
     finally:
         blocks.free(sample)
-    return recorder.seen
+    return seen
 
 
-def replace_op(model: nn.Module, name: str) -> None:
-    """Put torch's own op in the place of one exact module (a linear or a norm). ValueError for anything else."""
+def falsify(model: nn.Module, name: str) -> None:
+    """Scale the output of a module by some units in its last place. ValueError for a module that isn't there."""
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(f"no module {name!r}: {error}") from error
-    plain: nn.Module
-    if isinstance(module, ExactRMSNorm):
-        plain = nn.RMSNorm(module.weight.shape, module.variance_epsilon)
-        plain.weight = module.weight
-    elif isinstance(module, ExactLinear):
-        weight = module.weight if module.packed is None else module.packed.rows(torch.arange(module.out_features))
-        plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=weight.dtype)
-        plain.weight.data = weight.detach().contiguous()
-        if module.bias is not None:
-            plain.bias.data = module.bias.detach()
-    else:
-        raise ValueError(f"{name!r} is a {type(module).__name__}; choose a linear or a norm")
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, plain)
+    module.register_forward_hook(lambda module, args, output: output * (1 + 4 * torch.finfo(output.dtype).eps))

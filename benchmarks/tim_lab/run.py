@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "results" / "tim_lab"
-TASK = {"name": "sorting", "length": 4}
+TASK = {"name": "sorting", "size": 4}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2,

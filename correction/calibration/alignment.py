@@ -47,7 +47,8 @@ def compare(
     counts = _resample(len(gradients[0]), resamples, generator)
     target_counts = counts if paired else _resample(len(target), resamples, generator)
     reference = _inner(target, target, target_counts, target_counts, True)
-    rows, cosines = [], []
+    rows = []
+    cosines = []
     for gradient in gradients:
         squared = _inner(gradient, gradient, counts, counts, True)
         inner = _inner(gradient, target, counts, target_counts, paired)
@@ -56,7 +57,8 @@ def compare(
         cosine = inner / length.clamp_min(_TINY)
         resampled = cosine[1:] - cosine[1:].median() + cosine[0]  # noise is taken off twice there: the spread counts
         low, high = resampled.quantile(_INTERVAL).tolist()
-        mean, resolved = float(squared[0]), squared[0] > 0 and reference[0] > 0
+        mean = float(squared[0])
+        resolved = squared[0] > 0 and reference[0] > 0
         across = math.sqrt(max(0.0, mean * float(reference[0] / inner[0] ** 2) - 1)) if resolved else None
         noise = math.sqrt(float(variance[0]) / batch / mean) if resolved else None
         scale = float(inner[0] / reference[0].clamp_min(_TINY))

@@ -33,8 +33,7 @@ class Traces:
 
     def on_policy(self) -> Traces:
         """The traces with `current` set: to `old` where it was not given."""
-        lp = self.logprobs
-        return self if lp.current is not None else replace(self, logprobs=replace(lp, current=lp.old))
+        return replace(self, logprobs=self.logprobs.on_policy())
 
     def units(self) -> tuple[Tensor, Tensor]:
         """The units that are resampled: (names int64 [units], int64 [sequences] the unit of each)."""
@@ -114,10 +113,12 @@ def assess(
 ) -> Assessment:
     """coefficients, base: `ascent` with and without the correction; exact: a reference and its `ascent`. `current` must
     be set in both traces."""
-    lp, advantages = traces.logprobs, traces.token_advantages()
+    lp = traces.logprobs
+    advantages = traces.token_advantages()
     weights, keep = correction.on_tokens(lp, advantages)
     used = torch.where(keep, weights, 0.0)
-    real, unit = lp.lengths > 0, traces.units()[1]
+    real = lp.lengths > 0
+    _, unit = traces.units()
     accepted = (lp.per_sequence(used, "max") > 0)[real].double()
     by_length = accepted[lp.lengths[real].argsort(stable=True)].tensor_split(10)
     by_group = torch.bincount(unit[real], accepted) / torch.bincount(unit[real])
@@ -153,7 +154,7 @@ def contributions(traces: Traces, used: Tensor) -> tuple[tuple[list[int], list[i
     advantages = traces.token_advantages()
     c = contribution(traces.logprobs.log_ratio("current/rollout"), advantages) * used
     bins = torch.bucketize(c, torch.tensor(CONTRIBUTION_EDGES, dtype=c.dtype))
-    sides = advantages > 0, advantages < 0
-    counts = [torch.bincount(bins[side], minlength=len(CONTRIBUTION_EDGES) + 1).tolist() for side in sides]
-    means = [float(c[side].sum() / side.sum().clamp_min(1)) for side in sides]
-    return (counts[0], counts[1]), (means[0], means[1])
+    sides = (advantages > 0, advantages < 0)
+    more, less = (torch.bincount(bins[side], minlength=len(CONTRIBUTION_EDGES) + 1).tolist() for side in sides)
+    up, down = (float(c[side].sum() / side.sum().clamp_min(1)) for side in sides)
+    return (more, less), (up, down)

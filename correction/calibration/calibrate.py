@@ -59,7 +59,7 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
     """Candidates named "family@threshold": weights capped as published and at C*, and gates at the data's
     own quantiles, so that each keeps 50 to 99 % of what it looks at. In bypass, gates only.
     """
-    logprobs = logprobs if logprobs.current is not None else replace(logprobs, current=logprobs.old)
+    logprobs = logprobs.on_policy()
     grid = {"none": Correction()}
     if mode == "decoupled":
         star = optimal_truncation(_sequence_chi2(logprobs))
@@ -107,7 +107,8 @@ def calibrate(
     """
     if not candidates:
         raise ValueError("no candidates to assess")
-    traces, truth = traces.on_policy(), None if reference is None else reference.on_policy()
+    traces = traces.on_policy()
+    truth = None if reference is None else reference.on_policy()
     lp = traces.logprobs
     if not len(lp.segment):
         raise ValueError("no valid tokens to calibrate with")
@@ -123,7 +124,8 @@ def calibrate(
     if reason := _incomparable(traces, truth):
         return replace(result, verdict=Verdict(reason))
     assert truth is not None and exact is not None
-    (ours, _), (theirs, _) = traces.units(), truth.units()
+    ours, _ = traces.units()
+    theirs, _ = truth.units()
     paired = traces.groups is not None and truth.groups is not None and torch.equal(ours, theirs)
     batch = batch_size * len(ours) / lp.num_sequences
     target = truth.gradients(exact[1])
@@ -186,12 +188,14 @@ def _unresolved(found: Comparison, units: int, margin: float, sequences: int) ->
     best = max(found.rows, key=lambda row: row.cosine)
     half = (best.interval[1] - best.interval[0]) / 2
     if units < _FEWEST_UNITS:
-        reason, factor = f"only {units} independent groups or sequences", _FEWEST_UNITS / max(1, units)
+        reason = f"only {units} independent groups or sequences"
+        factor = _FEWEST_UNITS / max(1, units)
     elif found.signal <= 4 * found.noise:
         reason = "the exact gradient is not resolved from its noise"
         factor = 8 * found.noise / max(found.signal, 0.08 * found.noise, 1e-300)  # noise falls as 1 / n; 100 at most
     elif half > _WIDEST * margin or best.interval[0] <= 0:
-        reason, factor = f"the best cosine is known to +-{half:.2f} only", (half / (_WIDEST * margin)) ** 2
+        reason = f"the best cosine is known to +-{half:.2f} only"
+        factor = (half / (_WIDEST * margin)) ** 2
     else:
         return None
     needed = math.ceil(sequences * max(2.0, factor))
@@ -230,20 +234,19 @@ def _choose(assessments: list[Assessment], found: Comparison, margin: float, seq
 
 def _optima(names: list[str], found: Comparison) -> dict[str, tuple[str, str, str]]:
     """Thresholds that can't be told apart, because none of their bounds is ever met, share an entry."""
-    families: dict[str, list[tuple[str, int]]] = {}
+    families: dict[str, dict[int, str]] = {}  # the candidates' numbers and thresholds
     for i, name in enumerate(names):
         family, _, threshold = name.partition("@")
-        if not threshold:
-            continue
-        members = families.setdefault(family, [])
-        if members and torch.equal(found.resampled[members[-1][1]], found.resampled[i]):
-            members[-1] = f"{members[-1][0]} = {threshold}", i
-        else:
-            members.append((threshold, i))
+        members = families.setdefault(family, {})
+        last = max(members, default=None)
+        if last is not None and torch.equal(found.resampled[last], found.resampled[i]):
+            threshold = f"{members.pop(last)} = {threshold}"
+        members[i] = threshold
     optima = {}
     for family, members in families.items():
-        cosines = [found.rows[i].cosine for _, i in members]
-        wins = found.resampled[[i for _, i in members]].argmax(0).sort().values
-        low, high = (members[int(wins[int(q * (len(wins) - 1))])][0] for q in (0.05, 0.95))
-        optima[family] = members[cosines.index(max(cosines))][0], low, high
+        if any(members.values()):  # not one without a threshold
+            best = max(members, key=lambda i: found.rows[i].cosine)
+            wins = found.resampled[list(members)].argmax(0).sort().values
+            low, high = (list(members.values())[int(wins[int(q * (len(wins) - 1))])] for q in (0.05, 0.95))
+            optima[family] = members[best], low, high
     return optima

@@ -373,9 +373,10 @@ def test_diagnosis_in_parts_reduced_over_ranks_is_that_of_the_whole():
     whole.add(lp)
     left.add(first)
     right.add(second)
-    of_left = {}
-    left.all_reduce(lambda tensor, how: of_left.setdefault(how, tensor))
-    right.all_reduce(lambda t, how: of_left[how] + t if how == "sum" else torch.maximum(of_left[how], t))
+    of_left = []
+    left.all_reduce(lambda tensor, how: of_left.append(tensor) or tensor)
+    others = iter(of_left)
+    right.all_reduce(lambda t, how: t + next(others) if how == "sum" else torch.maximum(t, next(others)))
     assert json.dumps(rounded(right.summary())) == json.dumps(rounded(whole.summary()))
 
 

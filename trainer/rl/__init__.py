@@ -1,6 +1,5 @@
 """Reinforcement learning on exact rollouts: the loop, its tasks, losses and checkpoints."""
 
-from ...correction import contribution, policy_loss
 from .config import TrainConfig
 from .loop import Trainer
 from .losses import ALGORITHMS, advantages, reference_kl
@@ -14,9 +13,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "advantages",
-    "contribution",
     "make_task",
     "pack",
-    "policy_loss",
     "reference_kl",
 ]

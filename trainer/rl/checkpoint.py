@@ -22,7 +22,8 @@ from ...model import CheckpointError
 from ..atomic import publish, sync
 from ..fsdp import together
 
-PREFIX, STATE = "step-", "trainer.json"
+PREFIX = "step-"
+STATE = "trainer.json"
 
 
 def save_checkpoint(
@@ -33,7 +34,8 @@ def save_checkpoint(
     Sharded tensors (torch.distributed.checkpoint) and `state` (JSON). The newest `keep` checkpoints are kept. Raises
     OSError on every rank where one of them couldn't write.
     """
-    target, temporary = folder / f"{PREFIX}{step:06}", folder / f".{PREFIX}{step:06}.incomplete"
+    target = folder / f"{PREFIX}{step:06}"
+    temporary = folder / f".{target.name}.incomplete"
     first = dist.get_rank() == 0
     try:
         with together():

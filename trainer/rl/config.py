@@ -12,6 +12,7 @@ import torch
 
 from ...correction import Correction
 from ...correction.losses import check_clip, check_combination
+from ...correction.statistics import require_choice
 from ...engine import SamplingParams
 from ...kernels.ops import backend
 from .losses import ALGORITHMS, Algorithm
@@ -91,9 +92,9 @@ class TrainConfig:
     """More keywords of `LLM`. exact=False is the control without the promise, on both sides."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("algorithm", ALGORITHMS), ("kl", ("k1", "k3")), ("check", ("every", "first", "off"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        require_choice("algorithm", self.algorithm, ALGORITHMS)
+        require_choice("kl", self.kl, ("k1", "k3"))
+        require_choice("check", self.check, ("every", "first", "off"))
         backend(torch.device(self.device))
         for name in ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_pack", "keep"):
             if getattr(self, name) < 1:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.contract import Contract, NumericsError
-from .rollout import Rollout
+from .rollout import Trajectory
 
 
 @dataclass
@@ -23,21 +22,20 @@ class Comparison:
     worst: float = 0.0
     first: str | None = None
 
-    def see(self, rollout: Rollout, logprobs: Tensor, version: int) -> None:
+    def see(self, trajectory: Trajectory, logprobs: Tensor, version: int) -> None:
         """logprobs: the trainer's, fp32 [T]."""
-        fresh = rollout.versions == version
-        unequal = (rollout.logprobs != logprobs) & fresh
-        gap = (rollout.logprobs.double() - logprobs.double()).abs().nan_to_num(math.inf)
-        gap = torch.where(unequal, gap, 0.0)[fresh]
-        self.tokens += len(gap)
-        self.total += float(gap.sum())
-        self.worst = max(self.worst, float(gap.max()) if len(gap) else 0.0)
-        if unequal.any():
-            self.differing += int(unequal.sum())
+        fresh = trajectory.versions == version
+        unequal = (trajectory.logprobs != logprobs) & fresh
+        gap = (trajectory.logprobs.double() - logprobs.double()).abs().nan_to_num(math.inf)[unequal]
+        self.tokens += int(fresh.sum())
+        if len(gap):
+            self.differing += len(gap)
+            self.total += float(gap.sum())
+            self.worst = max(self.worst, float(gap.max()))
             place = int(unequal.nonzero()[0])
             self.first = self.first or (
-                f"group {rollout.group}, prompt {rollout.problem.prompt!r}: token {place} of {len(logprobs)} "
-                f"(id {rollout.token_ids[place]}) has log-prob {rollout.logprobs[place]:.9g} in the rollout and "
+                f"group {trajectory.group}, prompt {trajectory.problem.prompt!r}: token {place} of {len(logprobs)} "
+                f"(id {trajectory.token_ids[place]}) has log-prob {trajectory.logprobs[place]:.9g} in the rollout and "
                 f"{logprobs[place]:.9g} in the trainer"
             )
 

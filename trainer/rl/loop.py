@@ -31,7 +31,7 @@ from .invariant import Comparison
 from .losses import advantages
 from .objective import Objective, Sums, completion_logprobs, report, total
 from .packing import pack
-from .rollout import Rollout, RolloutWorker
+from .rollout import RolloutWorker, Trajectory
 from .tasks import Task
 
 LOSS_SCALE_GROWTH = 1000  # updates with finite gradients before the loss scale is doubled
@@ -41,7 +41,7 @@ LOSS_SCALE_GROWTH = 1000  # updates with finite gradients before the loss scale 
 class Minibatch:
     """The sequences of one optimizer update, and this rank's share of them: indices into `rollouts`, packed."""
 
-    rollouts: list[Rollout]
+    rollouts: list[Trajectory]
     advantages: Tensor  # fp64 [S]
     packs: list[list[int]]
 
@@ -55,8 +55,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, task: Task, llm: LLM | None = None):
         init_process_group(config.device)
-        self.config, self.task = config, task
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.config = config
+        self.task = task
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.llm = llm or LLM(config.model, dtype=config.dtype, device=config.device, **config.engine)
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
@@ -123,14 +125,15 @@ class Trainer:
         with self._timed("train"):
             first, *later, left_out = self._minibatches(rollouts)
             old, comparison = self._score([*later, left_out] if self._must_compare else later)
-            parts, norms = [], []
+            parts = []
+            norms = []
             for minibatch in (first, *later):
-                parts.append(self._backward(minibatch, old, comparison if minibatch is first else None))
-                again = Comparison() if minibatch is first else None
+                backward = partial(self._backward, minibatch, old, comparison)
+                parts.append(backward())
                 if minibatch is first:
                     metrics |= self._compare(comparison)
                 if self._has_gradient(minibatch):
-                    norms.append(self._finite_norm(partial(self._backward, minibatch, old, again)))
+                    norms.append(self._finite_norm(backward))
                     self._update()
                 self.optimizer.zero_grad()
         with self._timed("sync"):
@@ -139,7 +142,9 @@ class Trainer:
             if config.sleep:
                 self.llm.wake_up()
         self.steps_done += 1
-        metrics |= report(self._over_ranks(total(parts))) | {
+        every: list[Sums] = [{}] * self.world
+        dist.all_gather_object(every, total(parts))
+        metrics |= report(total(every)) | {
             "grad_norm": max(norms, default=0.0),
             "updates": len(norms),
             "loss_scale": self.loss_scale,
@@ -156,12 +161,13 @@ class Trainer:
         with together():
             self.llm.update_weights(self.model, agreed)
 
-    def _minibatches(self, rollouts: list[Rollout]) -> list[Minibatch]:
+    def _minibatches(self, rollouts: list[Trajectory]) -> list[Minibatch]:
         """Equal parts of what is trained on, one for each update, and last what is left out."""
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
         groups = torch.tensor([r.group for r in rollouts])
         values = advantages(rewards, groups, self.config.recipe.baseline)
-        kept = list(range(len(rollouts)))
+        everything = range(len(rollouts))
+        kept = list(everything)
         if self.config.filter_uniform:
             uniform = {g for g in groups.unique().tolist() if len(rewards[groups == g].unique()) == 1}
             kept = [i for i in kept if rollouts[i].group not in uniform]
@@ -169,7 +175,7 @@ class Trainer:
         bounds = [len(kept) * i // count for i in range(count + 1)]
         parts = [kept[a:b] for a, b in pairwise(bounds)]
         result = []
-        for part in (*parts, sorted({*range(len(rollouts))} - {*kept})):
+        for part in (*parts, sorted({*everything} - {*kept})):
             lengths = [len(rollouts[i].sequence) for i in part]
             packs = pack(lengths, self.config.max_tokens_per_pack, self.world)[self.rank]
             result.append(Minibatch([rollouts[i] for i in part], values[part], packs))
@@ -188,24 +194,24 @@ class Trainer:
                 old |= {id(r): values for r, values in zip(rollouts, logprobs, strict=True)}
         return old, comparison
 
-    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: Comparison | None) -> Sums:
-        """Accumulates the gradients of one update. comparison: collects the log-probs while the policy is the old one,
-        and so saves a forward."""
+    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: Comparison) -> Sums:
+        """Accumulates the gradients of one update. What isn't in `old` is of the policy as it is: it goes into the
+        comparison, and needs no forward of its own."""
         by_token = self.config.recipe.aggregation == "token-mean"
         count = sum(len(r.token_ids) for r in minibatch.rollouts) if by_token else len(minibatch.rollouts)
         parts = []
         for number, members in enumerate(minibatch.packs, 1):
             rollouts = [minibatch.rollouts[i] for i in members]
-            before = None if comparison is not None else [old[id(r)] for r in rollouts]
+            before = [old[id(r)] for r in rollouts if id(r) in old] or None
             self.model.set_requires_gradient_sync(number == len(minibatch.packs))  # type: ignore[operator]
             loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count)
             (loss * (self.world * self.loss_scale)).backward()  # FSDP takes the mean over ranks
             parts.append(found)
-            if comparison is not None:
+            if before is None:
                 self._see(comparison, rollouts, logprobs)
         return total(parts)
 
-    def _see(self, comparison: Comparison, rollouts: list[Rollout], logprobs: list[Tensor]) -> None:
+    def _see(self, comparison: Comparison, rollouts: list[Trajectory], logprobs: list[Tensor]) -> None:
         for rollout, values in zip(rollouts, logprobs, strict=True):
             comparison.see(rollout, values.detach().cpu(), self.llm.weight_version)
 
@@ -240,9 +246,11 @@ class Trainer:
     def _finite_norm(self, backward: Callable[[], object]) -> float:
         """`_gradient_norm`; in fp16, whose range may be too small, of a loss scaled down until it is finite
         (Micikevicius et al., 2018)."""
-        norm, scale = self._gradient_norm(), self.loss_scale
+        scale = self.loss_scale
+        norm = self._gradient_norm()
         while not norm < math.inf and self.loss_scale > 1:
-            self.loss_scale, self._finite_updates = self.loss_scale / 2, 0
+            self.loss_scale /= 2
+            self._finite_updates = 0
             self.optimizer.zero_grad()
             backward()
             norm = self._gradient_norm()
@@ -258,16 +266,18 @@ class Trainer:
         config = self.config
         for group in self.optimizer.param_groups:  # a checkpoint brought those of its run
             group["lr"] = config.lr * min(1.0, (self.updates_done + 1) / (config.warmup + 1))
-            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+            group["betas"] = config.betas
+            group["weight_decay"] = config.weight_decay
         self.optimizer.step()
         self.updates_done += 1
         self._finite_updates += 1
-        if self.config.dtype == "float16" and self._finite_updates == LOSS_SCALE_GROWTH:
-            self.loss_scale, self._finite_updates = self.loss_scale * 2, 0
+        if config.dtype == "float16" and self._finite_updates == LOSS_SCALE_GROWTH:
+            self.loss_scale *= 2
+            self._finite_updates = 0
 
     # --- what to report ---------------------------------------------------------------------------------------------
 
-    def _describe(self, rollouts: list[Rollout]) -> dict[str, float]:
+    def _describe(self, rollouts: list[Trajectory]) -> dict[str, float]:
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
         ages = torch.cat([self.llm.weight_version - r.versions for r in rollouts]).double()
         if ages.min() < 0 or ages.max() > self.config.staleness:
@@ -286,18 +296,11 @@ class Trainer:
             "max_staleness": float(ages.max()),
         }
 
-    def _over_ranks(self, sums: Sums) -> Sums:
-        every: list = [None] * self.world
-        dist.all_gather_object(every, sums)
-        return total(every)
-
-    def _speed(self, rollouts: list[Rollout]) -> dict[str, float]:
-        new, all_tokens = (sum(map(len, t)) for t in zip(*((r.token_ids, r.sequence) for r in rollouts), strict=True))
-        seconds = self._seconds
+    def _speed(self, rollouts: list[Trajectory]) -> dict[str, float]:
         return {
-            "rollout_tokens_per_second": new / seconds["rollout"],
-            "train_tokens_per_second": all_tokens / seconds["train"],
-            **{f"{name}_seconds": value for name, value in seconds.items()},
+            "rollout_tokens_per_second": sum(len(r.token_ids) for r in rollouts) / self._seconds["rollout"],
+            "train_tokens_per_second": sum(len(r.sequence) for r in rollouts) / self._seconds["train"],
+            **{f"{name}_seconds": value for name, value in self._seconds.items()},
         }
 
     @contextmanager
@@ -313,19 +316,16 @@ class Trainer:
 
         ValueError where `output_dir` holds checkpoints of a run that is further.
         """
-        self._check_output_dir()
+        with together():
+            newest = latest(self.config.output_dir) if self.config.output_dir else None
+            if newest is not None and step_of(newest) > self.steps_done:
+                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
         while self.steps_done < self.config.steps:
             metrics = self.step()
             due = self.config.save_every and self.steps_done % self.config.save_every == 0
             if due or (self.config.output_dir and self.steps_done == self.config.steps):
                 self.save()
             on_step(metrics)
-
-    def _check_output_dir(self) -> None:
-        with together():
-            newest = latest(self.config.output_dir) if self.config.output_dir else None
-            if newest is not None and step_of(newest) > self.steps_done:
-                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
 
     def evaluate(self, count: int = 256) -> float:
         """Mean reward of greedy answers to `count` validation problems."""
@@ -356,7 +356,8 @@ class Trainer:
         if found[0] is None:
             return False
         state = load_checkpoint(found[0], self.model, self.optimizer, self._check_state)
-        self.steps_done, self.updates_done = state["step"], state["updates"]
+        self.steps_done = state["step"]
+        self.updates_done = state["updates"]
         self.loss_scale, self._finite_updates = state["loss_scale"]
         self.llm.wake_up()  # if a step failed while it slept
         if self.updates_done:
@@ -374,7 +375,8 @@ class Trainer:
             raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
         fields = {f.name for f in dataclasses.fields(Contract)}
         self.contract.check(Contract(**{k: v for k, v in state["contract"].items() if k in fields}))
-        now, then = self._deciding(), state["config"]
+        now = self._deciding()
+        then = state["config"]
         changed = [f"{name} {then.get(name)!r} -> {now.get(name)!r}" for name in now if now[name] != then.get(name)]
         if changed and self.rank == 0:
             warnings.warn(f"the run resumes with another configuration: {', '.join(changed)}", stacklevel=3)

@@ -6,13 +6,13 @@ The clipped and weighted losses themselves, in their three modes, are `samebits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...correction.losses import Aggregation, Kind
-from ...correction.statistics import CLAMP
+from ...correction.statistics import CLAMP, require_choice
 
 Baseline = Literal["none", "group", "group-std", "leave-one-out", "batch-whitened"]
 
@@ -28,8 +28,7 @@ def advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
     and standard deviation of the whole batch (REINFORCE++, Hu, 2025). Standard deviations are unbiased, plus 1e-6; of
     equal rewards, all of these but "none" make 0.
     """
-    if baseline not in get_args(Baseline):
-        raise ValueError(f"baseline {baseline!r}; choose one of {', '.join(get_args(Baseline))}")
+    require_choice("baseline", baseline, Baseline)
     if rewards.shape != groups.shape or rewards.dim() != 1:
         raise ValueError(f"rewards {list(rewards.shape)} and groups {list(groups.shape)}: give one of each a sequence")
     rewards = rewards.double()

@@ -14,7 +14,7 @@ from ...engine import SamplingParams
 from ..logprobs import token_logprobs
 from .config import TrainConfig
 from .losses import reference_kl
-from .rollout import Rollout
+from .rollout import Trajectory
 
 Sums = dict[str, float]
 
@@ -29,38 +29,37 @@ def total(parts: Iterable[Sums]) -> Sums:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, rollouts: list[Rollout], params: SamplingParams
+    model: PreTrainedModel, rollouts: list[Trajectory], params: SamplingParams
 ) -> tuple[list[Tensor], Tensor]:
     """Log-probs fp32 [T] of each completion, and all entropies [sum of T].
 
     Without rollouts, a forward all the same: under FSDP a rank with nothing to do takes part in the others'.
     """
-    sequences, lens = [r.sequence for r in rollouts], [len(r.prompt_token_ids) for r in rollouts]
-    logprobs, entropies = token_logprobs(
-        model, sequences or [[0]], params, prompt_lens=lens or [1], return_entropy=True
-    )
-    if not rollouts:
-        return [], entropies[0][:1]
-    return [v[p:] for v, p in zip(logprobs, lens, strict=True)], torch.cat(
-        [e[p:] for e, p in zip(entropies, lens, strict=True)]
-    )
+    sequences = [r.sequence for r in rollouts] or [[0]]
+    lens = [len(r.prompt_token_ids) for r in rollouts] or [1]
+    logprobs, entropies = token_logprobs(model, sequences, params, prompt_lens=lens, return_entropy=True)
+    completions = [values[n:] for values, n in zip(logprobs, lens, strict=True)]
+    return completions[: len(rollouts)], torch.cat([values[n:] for values, n in zip(entropies, lens, strict=True)])
 
 
 class Objective:
     """The configured loss of packs whose sum over all packs and ranks is one update's."""
 
     def __init__(self, config: TrainConfig, model: PreTrainedModel, reference: PreTrainedModel | None):
-        self.config, self.model, self.reference = config, model, reference
+        self.config = config
+        self.model = model
+        self.reference = reference
 
     def __call__(
-        self, rollouts: list[Rollout], advantages: Tensor, old: list[Tensor] | None, normalizer: float
+        self, rollouts: list[Trajectory], advantages: Tensor, old: list[Tensor] | None, normalizer: float
     ) -> tuple[Tensor, list[Tensor], Sums]:
         """(loss, the completions' log-probs, sums for `report`).
 
         advantages: fp64 [S]. old: log-probs of the policy that the update started from, each fp32 [T]; None when that
         is the model as it is. normalizer: tokens or sequences of the whole update, as the algorithm counts.
         """
-        config, recipe = self.config, self.config.recipe
+        config = self.config
+        recipe = config.recipe
         current, entropy = completion_logprobs(self.model, rollouts, config.sampling)
         reference: list[Tensor] = []
         if self.reference is not None:
@@ -78,8 +77,8 @@ class Objective:
             offsets=torch.tensor([0, *lengths], device=tokens.device).cumsum(0),
         )
         advantage = advantages.repeat_interleave(torch.tensor(lengths)).to(tokens.device)
-        if self.reference is not None and config.kl == "k1":
-            penalties = reference_kl(data.old, torch.cat(reference), "k1").split(lengths)  # type: ignore[union-attr,arg-type]
+        if reference and config.kl == "k1":
+            penalties = reference_kl(data.old, torch.cat(reference), "k1").split(lengths)  # type: ignore[arg-type]
             to_go = [p.flip(0).cumsum(0).flip(0) for p in penalties]
             advantage = advantage - config.kl_coef * torch.cat(to_go)
         divisor = float(config.sampling.max_tokens) if recipe.aggregation.endswith("-norm") else None  # type: ignore[arg-type]
@@ -88,15 +87,13 @@ class Objective:
             dual_clip=config.dual_clip, aggregation=recipe.aggregation, divisor=divisor, normalizer=normalizer,
         )  # fmt: skip
         loss = result.loss
-        if self.reference is not None and config.kl == "k3":
-            kl = reference_kl(tokens, torch.cat(reference), "k3").double()
-            kept = torch.ones_like(kl, dtype=torch.bool)
-            loss = loss + config.kl_coef * aggregate(
-                kl, kept, data, recipe.aggregation, "original", divisor, normalizer
-            )
         sums = self._sums(data, advantage, entropy, result.clipped)
         if reference:
-            sums["kl"] = float(reference_kl(tokens.detach(), torch.cat(reference), "k3").double().sum())
+            kl = reference_kl(tokens, torch.cat(reference), "k3").double()
+            sums["kl"] = float(kl.detach().sum())
+            if config.kl == "k3":
+                mean = aggregate(kl, data.mask, data, recipe.aggregation, "original", divisor, normalizer)
+                loss = loss + config.kl_coef * mean
         return loss, current, sums
 
     @torch.no_grad()

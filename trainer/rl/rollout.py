@@ -22,8 +22,9 @@ class RewardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One sample. group: number of its problem. logprobs: fp32 [T], versions: int64 [T], the weights' of each token."""
+class Trajectory:
+    """A rewarded sample. group: number of its problem. logprobs: fp32 [T], versions: int64 [T], the weights' of each
+    token."""
 
     group: int
     problem: Problem
@@ -49,11 +50,16 @@ class RolloutWorker:
     def __init__(self, llm: LLM, task: Task, params: SamplingParams, seed: int, chat: bool = False):
         if llm.tokenizer is None:
             raise ValueError(f"training on a task needs a tokenizer, and {llm.path} has none")
-        self.llm, self.task, self.params, self.seed, self.chat = llm, task, params, seed, chat
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.llm = llm
+        self.task = task
+        self.params = params
+        self.seed = seed
+        self.chat = chat
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self._submitted = 0  # the next group that nobody asked the engine for
         self._running: dict[str, tuple[int, Problem]] = {}
-        self._finished: dict[int, list[Rollout]] = {}
+        self._finished: dict[int, list[Trajectory]] = {}
 
     def restart(self, first: int) -> None:
         """Forgets everything; the next group is `first`."""
@@ -63,7 +69,7 @@ class RolloutWorker:
         self._finished.clear()
         self._submitted = first
 
-    def collect(self, first: int, last: int, ahead: int = 0) -> list[Rollout]:
+    def collect(self, first: int, last: int, ahead: int = 0) -> list[Trajectory]:
         """All ranks' rollouts of groups [first, last), in order; `ahead` more groups are started meanwhile.
 
         Groups that run ahead go on under whatever weights come: each of their tokens carries its version.
@@ -74,11 +80,11 @@ class RolloutWorker:
         except BaseException:
             self.restart(first)  # so that the step may be tried again
             raise
-        gathered: list[list[Rollout]] = [[]] * self.world
+        gathered: list[list[Trajectory]] = [[]] * self.world
         dist.all_gather_object(gathered, mine)
         return sorted(chain.from_iterable(gathered), key=lambda r: r.group)  # stable: samples stay in order
 
-    def _collect(self, first: int, last: int, ahead: int) -> list[Rollout]:
+    def _collect(self, first: int, last: int, ahead: int) -> list[Trajectory]:
         self._submit(last + ahead)
         wanted = {g for g in range(first, last) if g % self.world == self.rank}
         while not wanted <= self._finished.keys():
@@ -87,7 +93,7 @@ class RolloutWorker:
             for output in self.llm.step():
                 if output.finished and output.request_id in self._running:
                     self._finish(output)
-        return [r for g in sorted(wanted) for r in self._finished.pop(g)]
+        return list(chain.from_iterable(self._finished.pop(group) for group in sorted(wanted)))
 
     def evaluate(self, count: int) -> float:
         """Mean reward of greedy answers to the first `count` validation problems, over all ranks."""
@@ -114,18 +120,18 @@ class RolloutWorker:
 
     def _finish(self, output: RequestOutput) -> None:
         group, problem = self._running.pop(output.request_id)
-        rollouts = []
-        for c in output.completions:
-            if c.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"the engine gave up {problem.prompt!r}: {c.finish_reason}, {c.stop_reason}")
-            versions = torch.cat([torch.full((s.end - s.start,), s.version) for s in c.weight_versions])
-            rollouts.append(
-                Rollout(
-                    group, problem, output.prompt_token_ids, c.token_ids, torch.tensor(c.logprobs), versions,
-                    c.finish_reason, self._reward(problem, c),
-                )
-            )  # fmt: skip
-        self._finished[group] = rollouts
+        self._finished[group] = [
+            self._trajectory(group, problem, output.prompt_token_ids, c) for c in output.completions
+        ]
+
+    def _trajectory(self, group: int, problem: Problem, prompt: list[int], completion: Completion) -> Trajectory:
+        reason = completion.finish_reason
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"the engine gave up {problem.prompt!r}: {reason}, {completion.stop_reason}")
+        versions = torch.cat([torch.full((s.end - s.start,), s.version) for s in completion.weight_versions])
+        logprobs = torch.tensor(completion.logprobs)
+        reward = self._reward(problem, completion)
+        return Trajectory(group, problem, prompt, completion.token_ids, logprobs, versions, reason, reward)
 
     def _reward(self, problem: Problem, completion: Completion) -> float:
         where = f"of the answer {completion.text!r} to {problem.prompt!r}"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
+from ...correction.statistics import require_choice
+
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
@@ -44,8 +46,12 @@ class GeneratedTask:
     """Problems drawn from a distribution; one in ten, by a hash of its prompt, is kept for validation."""
 
     alphabet: str  # all characters of prompts and answers
+    least = 2
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, size: int = 6, seed: int = 0):
+        if size < self.least:
+            raise ValueError(f"a problem needs a size of at least {self.least}, got {size}")
+        self.size = size
         self.seed = seed
 
     def draw(self, rng: random.Random) -> Problem:
@@ -57,7 +63,7 @@ class GeneratedTask:
         rng = random.Random(f"{self.seed}/{split}/{index}")
         while True:
             problem = self.draw(rng)
-            if _held_out(problem.prompt) == (split == "validation"):
+            if _split_of(problem) == split:
                 return problem
 
     def reward(self, problem: Problem, text: str) -> float:
@@ -69,14 +75,15 @@ class Arithmetic(GeneratedTask):
     """Addition with carry: "47+85=" -> "132"."""
 
     alphabet = "0123456789+="
+    least = 1
 
-    def __init__(self, digits: int = 2, seed: int = 0):
-        super().__init__(seed)
-        self.digits = _at_least(1, digits)
+    def __init__(self, size: int = 2, seed: int = 0):
+        super().__init__(size, seed)
 
     def draw(self, rng: random.Random) -> Problem:
-        """Two numbers and their sum."""
-        a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
+        """Two numbers of `size` digits and their sum."""
+        a = rng.randrange(10**self.size)
+        b = rng.randrange(10**self.size)
         return Problem(f"{a}+{b}=", str(a + b))
 
 
@@ -85,13 +92,9 @@ class Sorting(GeneratedTask):
 
     alphabet = "0123456789>"
 
-    def __init__(self, length: int = 6, seed: int = 0):
-        super().__init__(seed)
-        self.length = _at_least(2, length)
-
     def draw(self, rng: random.Random) -> Problem:
         """Digits, and the same in order."""
-        digits = [rng.choice("0123456789") for _ in range(self.length)]
+        digits = [rng.choice("0123456789") for _ in range(self.size)]
         return Problem("".join(digits) + ">", "".join(sorted(digits)))
 
 
@@ -100,20 +103,20 @@ class Brackets(GeneratedTask):
 
     alphabet = "()[]{}>"
 
-    def __init__(self, length: int = 10, seed: int = 0):
-        super().__init__(seed)
-        self.length = _at_least(2, length)
+    def __init__(self, size: int = 10, seed: int = 0):
+        super().__init__(size, seed)
 
     def draw(self, rng: random.Random) -> Problem:
         """Open brackets, and those that close them."""
         closing = {"(": ")", "[": "]", "{": "}"}
         text = ""
         stack: list[str] = []
-        for _ in range(rng.randint(self.length // 2, self.length)):
+        for _ in range(rng.randint(self.size // 2, self.size)):
             if len(stack) > 1 and rng.random() < 0.4:  # something is always left to close
                 text += stack.pop()
             else:
-                text += (bracket := rng.choice("([{"))
+                bracket = rng.choice("([{")
+                text += bracket
                 stack.append(closing[bracket])
         return Problem(text + ">", "".join(reversed(stack)))
 
@@ -126,29 +129,30 @@ class JsonlTask:
     """
 
     def __init__(self, path: str | os.PathLike, verifier: Literal["exact", "math-verify"] = "exact", seed: int = 0):
-        if verifier not in ("exact", "math-verify"):
-            raise ValueError(f"verifier {verifier!r}; choose exact or math-verify")
-        self.path, self.verifier, self.seed = path, verifier, seed
+        require_choice("verifier", verifier, ("exact", "math-verify"))
+        self.path = path
+        self.verifier = verifier
+        self.seed = seed
         self._grader = MathGrader() if verifier == "math-verify" else None
-        self.problems: dict[str, list[Problem]] = {"train": [], "validation": []}
+        self.problems: dict[Split, list[Problem]] = {"train": [], "validation": []}
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     problem = self._parse(line, number)
-                    self.problems["validation" if _held_out(problem.prompt) else "train"].append(problem)
+                    self.problems[_split_of(problem)].append(problem)
         if not self.problems["train"]:
             raise ValueError(f"{path}: no problems to train on")
 
     def _parse(self, line: str, number: int) -> Problem:
+        where = f"{self.path}, line {number}"
         try:
             record = json.loads(line)
-            prompt, answer = record["prompt"], record["answer"]
+            prompt = record["prompt"]
+            answer = record["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{self.path}, line {number}: expected {{"prompt": ..., "answer": ...}} ({error!r})'
-            ) from error
+            raise ValueError(f'{where}: expected {{"prompt": ..., "answer": ...}} ({error!r})') from error
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
-            raise ValueError(f"{self.path}, line {number}: prompt is a non-empty string, answer a string or a number")
+            raise ValueError(f"{where}: prompt is a non-empty string, answer a string or a number")
         return Problem(prompt, str(answer))
 
     def problem(self, index: int, split: Split = "train") -> Problem:
@@ -216,12 +220,6 @@ def make_task(name: str, **options) -> Task:
     raise ValueError(f"task {name!r}; choose {', '.join(TASKS)} or the path of a .jsonl file")
 
 
-def _at_least(least: int, value: int) -> int:
-    if value < least:
-        raise ValueError(f"a problem needs at least {least}, got {value}")
-    return value
-
-
 @lru_cache(maxsize=4)
 def _shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
@@ -229,5 +227,5 @@ def _shuffled(count: int, seed: str) -> list[int]:
     return order
 
 
-def _held_out(prompt: str) -> bool:
-    return zlib.crc32(prompt.encode()) % 10 == 0
+def _split_of(problem: Problem) -> Split:
+    return "train" if zlib.crc32(problem.prompt.encode()) % 10 else "validation"

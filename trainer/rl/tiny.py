@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 from ..logprobs import token_logprobs
 from .tasks import Task
 
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 
 
 def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, **config) -> None:

@@ -20,10 +20,10 @@ from samebits.trainer.rl import ALGORITHMS, TrainConfig, Trainer, advantages, ma
 from samebits.trainer.rl.checkpoint import checkpoints
 from samebits.trainer.rl.invariant import Comparison
 from samebits.trainer.rl.objective import Objective, report
-from samebits.trainer.rl.rollout import RewardError, Rollout
+from samebits.trainer.rl.rollout import RewardError, Trajectory
 from samebits.trainer.rl.tasks import TASKS, JsonlTask, MathGrader, Problem
 from samebits.trainer.rl.tiny import fine_tune, make_tiny_model
-from samebits.trainer.verify import replace_op
+from samebits.trainer.verify import falsify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES["num_key_value_heads"] = 1
@@ -104,7 +104,7 @@ def test_equal_rewards_leave_exactly_nothing_to_learn(baseline):
 def test_rewards_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="finite"):
         advantages(torch.tensor([math.nan]), torch.tensor([0]), "group")
-    with pytest.raises(ValueError, match="baseline 'mean'"):
+    with pytest.raises(ValueError, match="baseline='mean'"):
         advantages(torch.tensor([1.0]), torch.tensor([0]), "mean")
 
 
@@ -148,7 +148,7 @@ def made_up_rollouts(model, seed=0):
             exact = token_logprobs(model, [ids])[0][prompt:]
         mu, pi_old = (exact + 0.3 * torch.randn(length, generator=generator) for _ in range(2))
         versions = torch.zeros(length, dtype=torch.long)
-        result.append(Rollout(group, Problem("", ""), ids[:prompt], ids[prompt:], mu, versions, "stop", 0.0))
+        result.append(Trajectory(group, Problem("", ""), ids[:prompt], ids[prompt:], mu, versions, "stop", 0.0))
         old.append(pi_old)
     return result, old
 
@@ -297,7 +297,7 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
 
 def test_check_off_reports_the_difference_and_goes_on(tiny):
     trainer = Trainer(config_of(tiny, check="off"), Digits())
-    replace_op(trainer.llm.engine.executor.workers[0].runner.model, "model.layers.0.mlp.down_proj")
+    falsify(trainer.llm.engine.executor.workers[0].runner.model, "model.layers.0.mlp.down_proj")
     with torch.no_grad():
         trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
     metrics = trainer.step()
@@ -333,7 +333,7 @@ def test_filtered_sequences_are_compared_and_the_rest_makes_equal_updates(tiny):
 
 def test_nan_is_a_difference(tiny):
     comparison = Comparison()
-    rollout = Rollout(0, Problem("p", "a"), [1], [2, 3], torch.tensor([-1.0, math.nan]), torch.zeros(2), "stop", 0.0)
+    rollout = Trajectory(0, Problem("p", "a"), [1], [2, 3], torch.tensor([-1.0, math.nan]), torch.zeros(2), "stop", 0.0)
     comparison.see(rollout, torch.tensor([-1.0, -1.0]), 0)
     assert comparison.differing == 1 and comparison.worst > 1e300
     with pytest.raises(NumericsError, match="1 of 2 tokens differ"):
@@ -658,7 +658,7 @@ def test_math_verify_is_stopped_when_it_takes_too_long(caplog):
 def test_supervised_steps_teach_a_tiny_model(tmp_path):
     from transformers import AutoTokenizer
 
-    task = make_task("sorting", length=2)
+    task = make_task("sorting", size=2)
     make_tiny_model(tmp_path / "m", task.alphabet, **SIZES)
     model, tokenizer = exact_model(tmp_path / "m"), AutoTokenizer.from_pretrained(tmp_path / "m")
     assert tokenizer.decode(tokenizer.encode("90>"), skip_special_tokens=True) == "90>"
