@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -10,19 +11,18 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams
-from .async_engine import GenerateRequest, Generation
+from .async_engine import GenerateRequest
 from .protocol import (
     STREAMING,
     Body,
     FastRoute,
     RequestId,
     Sampling,
+    answer,
     finite,
     new_id,
-    output_kind,
     reply,
-    run,
-    stream,
+    usage,
     version_spans,
 )
 from .service import Service, service
@@ -39,10 +39,6 @@ class StreamOptions(Body):
 
 class _Common(Sampling):
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -52,19 +48,11 @@ class _Common(Sampling):
     cache_salt: str | None = Field(default=None, min_length=1)
     request_id: RequestId | None = None
 
-    def all_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        names = ("min_tokens", "seed", "include_stop_str_in_output", "prompt_logprobs")
-        own = {name: getattr(self, name) for name in names}
-        return self.params(
-            max_tokens=max_tokens, logprobs=logprobs or None, output_kind=output_kind(self.stream), **own
-        )
-
 
 class CompletionRequest(_Common):
     """The body of `/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
     add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0)
 
@@ -74,6 +62,7 @@ class ChatRequest(_Common):
 
     messages: list[dict[str, Any]]
     input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
+    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
@@ -89,12 +78,8 @@ class ChatRequest(_Common):
 class TokensSampling(Sampling):
     """The sampling parameters of `/inference/v1/generate`."""
 
-    max_tokens: int | None = 16
-    min_tokens: int | None = None
-    seed: int | None = None
     logprobs: int | None = Field(default=None, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    include_stop_str_in_output: bool | None = None
     output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
     detokenize: bool | None = None
 
@@ -136,17 +121,35 @@ class DetokenizeRequest(Body):
 class _Writer:
     """Writes one call's choices, whole or as chunks."""
 
-    def __init__(self, server: Service, body: _Common, request_id: str):
-        self.server, self.body = server, body
+    def __init__(self, server: Service, body: _Common, n: int, request_id: str):
+        self.server = server
+        self.body = body
+        self.n = n
         self.chat = isinstance(body, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{request_id}"
         self.created = int(time.time())
-        self.offsets: dict[int, int] = {}  # choice -> characters of its logprobs' tokens so far
-        self.begun: set[int] = set()
+        self.offsets: dict[int, int] = {}  # choice that has begun -> characters of its logprobs' tokens so far
+        self.prompt_tokens: dict[int, int] = {}  # by request
         self.completion_tokens = 0
 
-    def envelope(self, choices: list[dict], chunk: bool) -> dict:
-        kind = "chat.completion" + ".chunk" * chunk if self.chat else "text_completion"
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        choices: list[dict] = []
+        for index, output in enumerate(outputs):
+            choices += [self.choice(index, output, c) for c in output.completions]
+        of_prompt = self.of_prompt(outputs[0]) if self.chat else {}
+        return self.envelope(choices) | of_prompt | {"usage": self.usage()}
+
+    def events(self, index: int, output: RequestOutput) -> Iterable[dict]:
+        for c in output.completions:
+            of_prompt = self.of_prompt(output) if self.chat and not self.offsets else {}
+            yield self.envelope([self.choice(index, output, c)]) | of_prompt
+
+    def last(self) -> Iterable[dict]:
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield self.envelope([]) | {"usage": self.usage()}
+
+    def envelope(self, choices: list[dict]) -> dict:
+        kind = "chat.completion" + ".chunk" * bool(self.body.stream) if self.chat else "text_completion"
         return {
             "id": self.id,
             "object": kind,
@@ -157,33 +160,36 @@ class _Writer:
             "choices": choices,
         }
 
-    def usage(self, prompt_tokens: int) -> dict:
-        total = prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+    def usage(self) -> dict:
+        return usage(sum(self.prompt_tokens.values()), self.completion_tokens)
 
-    def choice(self, first: int, output: RequestOutput, c: Completion, chunk: bool) -> dict:
-        """first: index of the request's first choice among all of the call."""
-        body, index = self.body, first + c.index
+    def choice(self, request: int, output: RequestOutput, c: Completion) -> dict:
+        """A choice, or what is new of it. request: its index among all of the call."""
+        body = self.body
+        index = request * self.n + c.index
+        begins = index not in self.offsets
+        self.offsets.setdefault(index, 0)
+        self.prompt_tokens[request] = len(output.prompt_token_ids)
         self.completion_tokens += len(c.token_ids)
-        text = c.text if c.text is not None else ""
-        new = index not in self.begun
-        self.begun.add(index)
-        content = {"role": "assistant", "content": text} if new or not chunk else {"content": text}
         found: dict[str, Any] = {"index": index}
-        found |= ({"delta" if chunk else "message": content}) if isinstance(body, ChatRequest) else {"text": text}
+        if self.chat:
+            role = {"role": "assistant"} if begins else {}
+            found["delta" if body.stream else "message"] = {**role, "content": c.text or ""}
+        else:
+            found["text"] = c.text or ""
         found |= {"logprobs": self.logprobs(index, c), "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
         if body.return_weight_versions:
             found["weight_versions"] = version_spans(c, self.server.updates.label_of)
         if isinstance(body, ChatRequest):
-            if body.return_prompt_token_ids and (new or not chunk):
+            if body.return_prompt_token_ids and begins:
                 found["prompt_token_ids"] = output.prompt_token_ids
             if body.return_token_ids:
                 found["response_token_ids"] = c.token_ids
             if body.return_meta_info:
                 found["meta_info"] = {"id": self.id, "weight_version": self.server.updates.label_of(c.weight_version)}
-        elif new or not chunk:
+        elif begins:
             found |= self.of_prompt(output)
         return found
 
@@ -202,34 +208,27 @@ class _Writer:
     def logprobs(self, index: int, c: Completion) -> dict | None:
         body = self.body
         tops = c.top_logprobs or [{}] * len(c.token_ids)
-        if isinstance(body, ChatRequest):
-            if not body.logprobs:
-                return None
+        if isinstance(body, ChatRequest) and body.logprobs:
             rows = zip(c.token_ids, c.logprobs, tops, strict=True)
-            return {"content": [self._entry(t, lp) | {"top_logprobs": self._entries(top)} for t, lp, top in rows]}
+            return {"content": [self.entry(t, lp) | {"top_logprobs": self.entries(top)} for t, lp, top in rows]}
         if not isinstance(body, CompletionRequest) or body.logprobs is None:
             return None
         names = [self.name(t) for t in c.token_ids]
-        offsets = [self.offsets.get(index, 0)]
-        for name in names:
-            offsets.append(offsets[-1] + len(name))
-        self.offsets[index] = offsets.pop()
+        *starts, self.offsets[index] = itertools.accumulate(map(len, names), initial=self.offsets[index])
         own = zip(names, c.logprobs, tops, strict=True)
         return {
             "tokens": names,
             "token_logprobs": [finite(lp) for lp in c.logprobs],
-            "top_logprobs": [
-                {n: finite(lp), **{self.name(t): finite(v) for t, v in top.items()}} for n, lp, top in own
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [{n: finite(lp)} | {self.name(t): finite(v) for t, v in top.items()} for n, lp, top in own],
+            "text_offset": starts,
         }
 
-    def _entry(self, token_id: int, logprob: float) -> dict:
+    def entry(self, token_id: int, logprob: float) -> dict:
         name = self.name(token_id)
         return {"token": name, "logprob": finite(logprob), "bytes": list(name.encode())}
 
-    def _entries(self, top: dict[int, float]) -> list[dict]:
-        return [self._entry(t, lp) for t, lp in top.items()]
+    def entries(self, top: dict[int, float]) -> list[dict]:
+        return [self.entry(t, lp) for t, lp in top.items()]
 
 
 def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]:
@@ -251,31 +250,15 @@ async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], 
     server = service(http)
     server.check_model(body.model)
     request_id = new_id(body.request_id)
+    writer = _Writer(server, body, params.n, request_id)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
-    writer = _Writer(server, body, request_id)
-    if not body.stream:
-        _, outputs = await run(http, server.engine, requests, request_id)
-        choices = [writer.choice(i * params.n, o, c, False) for i, o in enumerate(outputs) for c in o.completions]
-        whole = writer.envelope(choices, False) | (writer.of_prompt(outputs[0]) if writer.chat else {})
-        return reply(whole | {"usage": writer.usage(sum(len(o.prompt_token_ids) for o in outputs))})
-
-    def events(generation: Generation, index: int, output: RequestOutput) -> Iterable[dict]:
-        for c in output.completions:
-            of_prompt = writer.of_prompt(output) if writer.chat and not writer.begun else {}
-            yield writer.envelope([writer.choice(index * params.n, output, c, True)], True) | of_prompt
-
-    def last(generation: Generation) -> Iterable[dict]:
-        if body.stream_options and body.stream_options.include_usage:
-            prompt_tokens = sum(len(r.prompt_token_ids) for r in generation.requests)
-            yield writer.envelope([], True) | {"usage": writer.usage(prompt_tokens)}
-
-    return await stream(server.engine, requests, request_id, events, last)
+    return await answer(http, requests, request_id, body.stream, writer.whole, writer.events, writer.last)
 
 
 @router.post("/v1/completions", responses=STREAMING)
 async def completions(body: CompletionRequest, http: Request):
     """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
-    params = body.all_params(body.max_tokens, body.logprobs)
+    params = body.params(body.stream, logprobs=body.logprobs or None)
     given: list = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     prompts = [given] if given and isinstance(given[0], int) else given
     if not prompts:
@@ -292,7 +275,7 @@ async def chat_completions(body: ChatRequest, http: Request):
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.all_params(limit, body.top_logprobs if body.logprobs else None)  # None: all that there is room for
+    params = body.params(body.stream, max_tokens=limit, logprobs=body.top_logprobs or None)  # no limit: all that fits
     ids = body.input_ids
     if ids is None:
         template = {
@@ -319,12 +302,12 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 @router.post("/inference/v1/generate", responses=STREAMING)
 async def inference_generate(body: TokensRequest, http: Request):
     """Token ids in, token ids out."""
-    server, sampling = service(http), body.sampling_params
+    server = service(http)
     server.check_model(body.model)
-    own = ("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "include_stop_str_in_output")
-    more = {name: getattr(sampling, name) for name in own}
-    params = sampling.params(**more, detokenize=bool(sampling.stop), output_kind=output_kind(body.stream))
+    sampling = body.sampling_params
+    params = sampling.params(body.stream, detokenize=bool(sampling.stop))
     request_id = new_id(body.request_id)
+    begun: set[str] = set()
 
     def choice(c: Completion) -> dict:
         return {
@@ -338,48 +321,39 @@ async def inference_generate(body: TokensRequest, http: Request):
             "sampling_mask": None,
         }
 
-    def envelope(output: RequestOutput, first: bool) -> dict:
-        scores = None if output.prompt_logprobs is None else prompt_logprobs(server, output)
+    def envelope(output: RequestOutput) -> dict:
         return {
             "request_id": request_id,
             "model": server.model_name,
             "choices": [choice(c) for c in output.completions],
-            "prompt_token_ids": output.prompt_token_ids if first else None,
-            "prompt_logprobs": scores,
+            "prompt_token_ids": None if begun else output.prompt_token_ids,
+            "prompt_logprobs": None if output.prompt_logprobs is None else prompt_logprobs(server, output),
             "weight_version": server.updates.label,
         }
 
+    def whole(outputs: list[RequestOutput]) -> dict:
+        (output,) = outputs
+        tokens = usage(len(output.prompt_token_ids), sum(len(c.token_ids) for c in output.completions))
+        return envelope(output) | {"usage": tokens}
+
+    def events(index: int, output: RequestOutput) -> Iterable[dict]:
+        yield envelope(output)
+        begun.add(request_id)
+
     requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
-    if body.stream:
-        told: set[str] = set()
-
-        def events(generation: Generation, index: int, output: RequestOutput) -> Iterable[dict]:
-            yield envelope(output, first=not told)
-            told.add(request_id)
-
-        return await stream(server.engine, requests, request_id, events)
-    _, (output,) = await run(http, server.engine, requests, request_id)
-    tokens = len(output.prompt_token_ids), sum(len(c.token_ids) for c in output.completions)
-    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
-    return reply(envelope(output, first=True) | {"usage": usage})
+    return await answer(http, requests, request_id, body.stream, whole, events)
 
 
 def _token_entries(c: Completion) -> Iterable[dict]:
+    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, c.top_logprobs or [], c.ranks or [], strict=True):
+        others = [_token_entry(t, lp, place) for place, (t, lp) in enumerate(top.items(), 1)]
+        yield _token_entry(token, logprob, rank) | {"top_logprobs": others}
+
+
+def _token_entry(token: int, logprob: float, rank: int) -> dict:
     """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
-    tops, ranks = c.top_logprobs or [], c.ranks or []
-    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, tops, ranks, strict=True):
-        others = [
-            {"token": f"token_id:{t}", "token_id": t, "logprob": finite(lp), "rank": place, "bytes": None}
-            for place, (t, lp) in enumerate(top.items(), 1)
-        ]
-        yield {
-            "token": f"token_id:{token}",
-            "token_id": token,
-            "logprob": finite(logprob),
-            "rank": rank,
-            "bytes": None,
-            "top_logprobs": others,
-        }
+    name = f"token_id:{token}"
+    return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -16,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from ..engine.sampling_params import RequestOutputKind
-from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
+from .async_engine import GenerateRequest, Generation, GenerationError
+from .service import service
 
 logger = logging.getLogger(__name__)
 
@@ -74,29 +76,32 @@ class Body(BaseModel):
 
 
 class Sampling(Body):
-    """Sampling parameters that have the same name and meaning everywhere."""
+    """Sampling parameters, by vLLM's names; a dialect has other names as aliases."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     n: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
-    def params(self, **more) -> SamplingParams:
-        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range."""
-        names = Sampling.model_fields.keys() - {"spaces_between_special_tokens"}
-        fields = {name: getattr(self, name) for name in names} | more
-        return SamplingParams(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
+    def params(self, streamed: bool | None, **more: Any) -> SamplingParams:
+        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range.
 
-
-def output_kind(stream: bool | None) -> RequestOutputKind:
-    """The kind of output that a request asks of the engine: deltas if it streams, else the end alone."""
-    return RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        streamed: the engine tells what is new at each step, else the end alone.
+        """
+        names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names} | more
+        given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
 
 
 def new_id(given: str | None) -> str:
@@ -107,6 +112,12 @@ def new_id(given: str | None) -> str:
 def finite(logprob: float) -> float:
     """The log-prob, or the lowest finite fp32: JSON has no infinity."""
     return max(logprob, LOWEST)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's count of a call's tokens."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:
@@ -158,19 +169,28 @@ class ClientGoneError(Exception):
     """Nobody reads the reply."""
 
 
-def check_finished(outputs: Iterable[RequestOutput]) -> None:
-    """Raise GenerationError if any completion ended with an error."""
-    for output in outputs:
-        for c in output.completions:
-            if c.finish_reason == "error":
-                raise GenerationError(str(c.stop_reason))
+async def answer(
+    http: Request,
+    requests: list[GenerateRequest],
+    request_id: str,
+    streamed: bool | None,
+    whole: Callable[[list[RequestOutput]], Any],
+    events: Callable[[int, RequestOutput], Iterable[dict]],
+    last: Callable[[], Iterable[dict]] = tuple,
+) -> Response:
+    """Generate, and reply in a dialect's form, whole or as server-sent events.
+
+    whole: the reply's JSON from the finished outputs. events: what a stream says of one output of the request with this
+    index; last: what it says before [DONE].
+    """
+    generation = await service(http).engine.submit(requests, request_id)
+    if streamed:
+        return _Stream(_event_stream(generation, events, last), generation)
+    return reply(whole(await _finished(http, generation)))
 
 
-async def run(
-    http: Request, engine: AsyncEngine, requests: list[GenerateRequest], request_id: str
-) -> tuple[Generation, list[RequestOutput]]:
+async def _finished(http: Request, generation: Generation) -> list[RequestOutput]:
     """The finished requests; aborts them when the client goes away first."""
-    generation = await engine.submit(requests, request_id)
     work = asyncio.ensure_future(generation.final())
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -182,8 +202,11 @@ async def run(
         gone.cancel()
         work.cancel()
         generation.close()
-    check_finished(outputs)
-    return generation, outputs
+    for output in outputs:
+        for c in output.completions:
+            if c.finish_reason == "error":
+                raise GenerationError(str(c.stop_reason))
+    return outputs
 
 
 async def _disconnected(http: Request) -> None:
@@ -191,31 +214,26 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def stream(
-    engine: AsyncEngine,
-    requests: list[GenerateRequest],
-    request_id: str,
-    events: Callable[[Generation, int, RequestOutput], Iterable[dict]],
-    last: Callable[[Generation], Iterable[dict]] = lambda generation: (),
-) -> StreamingResponse:
-    """Server-sent events: what `events` makes of each output, what `last` adds, [DONE]."""
-    generation = await engine.submit(requests, request_id)
-
-    async def body() -> AsyncIterator[bytes]:
-        try:
-            async for outputs in generation.outputs():
-                if data := b"".join(_event(e) for i, output in outputs for e in events(generation, i, output)):
-                    yield data
-            yield b"".join(_event(e) for e in last(generation)) + b"data: [DONE]\n\n"
-        except Exception as error:  # too late for another status
-            logger.exception("stream %s failed", request_id)
-            message = f"{type(error).__name__}: {error}"
-            failure = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-            yield _event({"error": failure}) + b"data: [DONE]\n\n"
-        finally:
-            generation.close()
-
-    return _Stream(body(), generation)
+async def _event_stream(
+    generation: Generation,
+    events: Callable[[int, RequestOutput], Iterable[dict]],
+    last: Callable[[], Iterable[dict]],
+) -> AsyncIterator[bytes]:
+    try:
+        async for outputs in generation.outputs():
+            data = bytearray()
+            for index, output in outputs:
+                data += b"".join(map(_event, events(index, output)))
+            if data:
+                yield bytes(data)
+        yield b"".join(map(_event, last())) + b"data: [DONE]\n\n"
+    except Exception as error:  # too late for another status
+        logger.exception("stream %s failed", generation.request_id)
+        message = f"{type(error).__name__}: {error}"
+        failure = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        yield _event({"error": failure}) + b"data: [DONE]\n\n"
+    finally:
+        generation.close()
 
 
 class _Stream(StreamingResponse):
