@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from ..engine.weights import DEFAULT_GROUP_NAME, parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, service
-from .sglang_control import InitGroupBody, done
+from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -30,14 +29,10 @@ class InitTransferBody(Body):
     init_info: InitGroupBody
 
 
-class UpdateInfo(Body):
-    """The tensors that a broadcast brings, in order."""
+class UpdateInfo(Manifest):
+    """The manifest of a broadcast in vLLM's words."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP_NAME
-    bucket_bytes: int | None = None
+    dtypes: list[str] = Field(alias="dtype_names")
 
 
 class UpdateBody(Body):
@@ -45,13 +40,7 @@ class UpdateBody(Body):
 
     update_info: UpdateInfo | None = None
     weight_dir: str | None = None
-    weight_version: str | int | None = None
-
-
-class FinishBody(Body):
-    """The label of the version that an update makes."""
-
-    weight_version: str | int | None = None
+    weight_version: Label | None = None
 
 
 class VersionBody(Body):
@@ -66,10 +55,6 @@ class CheckerBody(Body):
 
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] = Field(default_factory=dict)
-
-
-def _label(value: str | int | None) -> str | None:
-    return None if value is None else str(value)
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------
@@ -125,44 +110,21 @@ async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
     extra = info.model_extra or {}
     if "backend" not in info.model_fields_set or extra.get("nccl_unique_id_b64") or extra.get("packed"):
         raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
-    where = info.master_address, info.master_port, info.rank_offset, info.world_size, info.backend
-    await service(http).updates.join(info.group_name, *where)
-    return done(f"joined weight group {info.group_name!r} as rank {info.rank_offset} of {info.world_size}")
-
-
-@control.post("/shutdown_weight_transfer_engine")
-async def shutdown_weight_transfer_engine(http: Request):
-    """Leave the process group of the weight transfer."""
-    await service(http).updates.leave(DEFAULT_GROUP_NAME)
-    return done("left the weight group")
-
-
-@control.post("/start_weight_update")
-async def start_weight_update(http: Request, body: Body | None = None):
-    """Tensors that come from now on are put in force by /finish_weight_update, together."""
-    await service(http).updates.begin()
-    return done("weight update started")
+    return await init_weights_update_group(info, http)
 
 
 @control.post("/update_weights")
 async def update_weights(body: UpdateBody, http: Request):
     """Receives tensors over the group, or loads the checkpoint directory `weight_dir`."""
     updates = service(http).updates
-    if (body.update_info is None) == (body.weight_dir is None):
-        raise ValueError("give either update_info or weight_dir")
-    if body.update_info is None:
-        return done(await updates.load(body.weight_dir or "", _label(body.weight_version)))
     info = body.update_info
-    manifest = parse_specs(info.names, info.dtype_names, info.shapes)
-    return done(await updates.receive(info.group_name, manifest, info.bucket_bytes, _label(body.weight_version)))
-
-
-@control.post("/finish_weight_update")
-async def finish_weight_update(http: Request, body: FinishBody | None = None):
-    """Put the weights of the update that was begun into force."""
-    server = service(http)
-    await server.updates.finish(_label((body or FinishBody()).weight_version))
-    return done(f"version {server.updates.label!r} is in force", weight_version=server.updates.label)
+    if info is not None and body.weight_dir is None:
+        message = await updates.receive(info.group_name, info.specs(), info.bucket_bytes, body.weight_version)
+    elif info is None and body.weight_dir is not None:
+        message = await updates.load(body.weight_dir, body.weight_version)
+    else:
+        raise ValueError("give either update_info or weight_dir")
+    return done(message)
 
 
 @control.post("/update_weight_version")

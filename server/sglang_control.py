@@ -1,16 +1,17 @@
-"""SGLang's control routes: pausing, aborting, weights, memory."""
+"""SGLang's control routes: pausing, aborting, weights, memory; and vLLM's, where they do the same."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, parse_specs
+from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, TensorSpec, parse_specs
 from .protocol import Body, FastRoute, reply
-from .service import Service, service
+from .service import service
 
+Label = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 
@@ -30,11 +31,7 @@ class PauseBody(Body):
 class _UpdateBody(Body):
     flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
     abort_all_requests: bool | None = False
-    weight_version: str | int | None = None
-
-    @property
-    def label(self) -> str | None:
-        return None if self.weight_version is None else str(self.weight_version)
+    weight_version: Label | None = None
 
 
 class FromDiskBody(_UpdateBody):
@@ -61,24 +58,32 @@ class GroupBody(Body):
     group_name: str = DEFAULT_GROUP_NAME
 
 
-class FromDistributedBody(_UpdateBody):
+class Manifest(Body):
     """The tensors that a broadcast brings, in order."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = DEFAULT_GROUP_NAME
+    bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
+
+    def specs(self) -> list[TensorSpec]:
+        """The manifest as the engine takes it. Raises ValueError."""
+        return parse_specs(self.names, self.dtypes, self.shapes)
+
+
+class FromDistributedBody(Manifest, _UpdateBody):
+    """A manifest, and how its tensors are sent."""
+
     load_format: Literal["flattened_bucket"] | None = None
-    bucket_bytes: int | None = Field(
-        default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
-    )
     selector: Literal["all"] | None = "all"
 
 
-class SelectorBody(Body):
-    """The models to update: all, as there is one."""
+class WholeUpdateBody(Body):
+    """The models to update: all, as there is one; and the label of the version that an update makes."""
 
     selector: Literal["all"] | None = "all"
+    weight_version: Label | None = None
 
 
 class MemoryBody(Body):
@@ -136,27 +141,25 @@ async def continue_generation(http: Request, body: Body | None = None):
     return done("generation continues")
 
 
-async def _before(server: Service, body: _UpdateBody) -> int:
-    return await server.engine.abort() if body.abort_all_requests else 0
-
-
 @control.post("/update_weights_from_disk")
 async def update_weights_from_disk(body: FromDiskBody, http: Request):
     """Loads a checkpoint directory, checked whole before it is in force."""
     server = service(http)
-    await _before(server, body)
-    message = await server.updates.load(body.model_path, body.label)
+    if body.abort_all_requests:
+        await server.engine.abort()
+    message = await server.updates.load(body.model_path, body.weight_version)
     return done(message, num_paused_requests=server.engine.num_sequences if server.engine.paused.is_set() else 0)
 
 
 @control.post("/init_weights_update_group")
 async def init_weights_update_group(body: InitGroupBody, http: Request):
     """Joins a torch process group whose rank 0 will send weights."""
-    where = body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend
+    where = (body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend)
     await service(http).updates.join(body.group_name, *where)
     return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
 
 
+@control.post("/shutdown_weight_transfer_engine")
 @control.post("/destroy_weights_update_group")
 async def destroy_weights_update_group(http: Request, body: GroupBody | None = None):
     """Leave a trainer's process group."""
@@ -169,25 +172,28 @@ async def destroy_weights_update_group(http: Request, body: GroupBody | None = N
 async def update_weights_from_distributed(body: FromDistributedBody, http: Request):
     """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
     server = service(http)
-    manifest = parse_specs(body.names, body.dtypes, body.shapes)
-    await _before(server, body)
+    manifest = body.specs()
+    if body.abort_all_requests:
+        await server.engine.abort()
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
-    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.label))
+    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.weight_version))
 
 
+@control.post("/start_weight_update")
 @control.post("/begin_weight_update")
-async def begin_weight_update(http: Request, body: SelectorBody | None = None):
-    """Tensors that come from now on are put in force by /end_weight_update, together."""
+async def begin_weight_update(http: Request, body: WholeUpdateBody | None = None):
+    """Tensors that come from now on are put in force by /finish_weight_update or /end_weight_update, together."""
     await service(http).updates.begin()
     return done("weight update begun")
 
 
+@control.post("/finish_weight_update")
 @control.post("/end_weight_update")
-async def end_weight_update(http: Request, body: SelectorBody | None = None):
+async def end_weight_update(http: Request, body: WholeUpdateBody | None = None):
     """Put the weights of the update that was begun into force."""
-    server = service(http)
-    await server.updates.finish()
-    return done(f"version {server.updates.label!r} is in force")
+    updates = service(http).updates
+    await updates.finish(body.weight_version if body else None)
+    return done(f"version {updates.label!r} is in force", weight_version=updates.label)
 
 
 @control.get("/release_memory_occupation")
