@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from ..engine import LLM
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, service
 from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
@@ -159,7 +160,7 @@ async def weight_checker(body: CheckerBody, http: Request):
         return reply({"status": "reset"})
     if not server.llm.has_weights:
         raise ValueError("the weights are dropped: wake the engine up, or update them")
-    found = await server.engine.call(lambda llm: llm.weight_checksums())
+    found = await server.engine.call(LLM.weight_checksums)
     if body.action == "checksum":
         return reply({"checksums": found})
     names = sorted(found.keys() | body.baseline.keys())
@@ -213,15 +214,10 @@ async def get_world_size(http: Request, include_dp: bool = True):
 async def server_info(http: Request, config_format: Literal["text", "json"] = "text"):
     """Both dialects' server information, and what log-probs mean here."""
     server = service(http)
-    llm, config = server.llm, server.llm.config
-    load = server.load()
-    vllm_config: dict[str, Any] = {
+    llm = server.llm
+    config = llm.config
+    vllm_config = {
         "model_config": {"model": server.model_name, "dtype": config.dtype, "max_model_len": llm.max_model_len},
-        "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load["kv_blocks_total"]},
-        "scheduler_config": {
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-        },
         "weight_transfer_config": {"backend": "gloo"},
     }
     return reply({
@@ -239,5 +235,5 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash,
         "engine": "samebits",
-        **server.settings,
+        "max_waiting": server.engine.max_waiting,
     })  # fmt: skip

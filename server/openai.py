@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -20,7 +21,6 @@ from .protocol import (
     Sampling,
     answer,
     finite,
-    new_id,
     reply,
     usage,
     version_spans,
@@ -249,7 +249,7 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]
 async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], params: SamplingParams):
     server = service(http)
     server.check_model(body.model)
-    request_id = new_id(body.request_id)
+    request_id = body.request_id or uuid.uuid4().hex
     writer = _Writer(server, body, params.n, request_id)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
     return await answer(http, requests, request_id, body.stream, writer.whole, writer.events, writer.last)
@@ -306,7 +306,7 @@ async def inference_generate(body: TokensRequest, http: Request):
     server.check_model(body.model)
     sampling = body.sampling_params
     params = sampling.params(body.stream, detokenize=bool(sampling.stop))
-    request_id = new_id(body.request_id)
+    request_id = body.request_id or uuid.uuid4().hex
     begun: set[str] = set()
 
     def choice(c: Completion) -> dict:

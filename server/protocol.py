@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, Self
 
@@ -25,35 +24,17 @@ logger = logging.getLogger(__name__)
 LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
-# Parameters of other engines that change what is sampled or reported, and the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "priority": (0,),
-    "echo_prompt": (False,),
-    "return_routed_experts": (False,),
-    "return_hidden_states": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    **dict.fromkeys(
-        (
-            *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
-            *("regex", "ebnf", "structural_tag", "logits_processors", "custom_logit_processor", "custom_params"),
-            *("bad_words", "allowed_token_ids", "stop_regex", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
-            *("input_embeds", "image_data", "audio_data", "video_data", "features", "content_parts", "vllm_xargs"),
-            *("kv_transfer_params", "logprob_token_ids", "token_ids_logprob", "repetition_detection"),
-        ),
-        ((), [], {}, "", False),
-    ),
-}
+# Parameters of other engines that change what is sampled or reported. What is false or NEUTRAL asks for nothing.
+NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"}}
+_OTHERS = """
+    presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids logits_processors custom_logit_processor
+    custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
+    structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
+    stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
+    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob return_routed_experts
+    return_hidden_states
+"""
+UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
 _listed: set[str] = set()
 
 
@@ -67,7 +48,8 @@ class Body(BaseModel):
         """Refuse what is known but not supported; log other unknown fields once."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
-                if value is not None and value not in UNSUPPORTED[name]:
+                asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
+                if asked and value is not None:
                     raise ValueError(f"{name}={value!r} is not supported; leave it out")
             elif name not in _listed and len(_listed) < 1000:
                 _listed.add(name)
@@ -102,11 +84,6 @@ class Sampling(Body):
         given = {name: getattr(self, name) for name in names} | more
         given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
-
-
-def new_id(given: str | None) -> str:
-    """The given id, or a random one."""
-    return given or uuid.uuid4().hex
 
 
 def finite(logprob: float) -> float:
@@ -157,12 +134,16 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def problem(status: int, message: str, headers: dict[str, str] | None = None, kind: str | None = None) -> Response:
+def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """An error as both dialects' clients read it."""
-    kind = kind or {404: "NotFoundError", 503: "ServiceUnavailableError"}.get(status)
-    kind = kind or ("BadRequestError" if status < 500 else "InternalServerError")
-    error = {"message": message, "type": kind, "param": None, "code": status}
+    error = _error(status, message)
     return reply({"error": error, "success": False, "message": message, "object": "error"}, status, headers)
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
+    kind = kinds.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    return {"message": message, "type": kind, "param": None, "code": status}
 
 
 class ClientGoneError(Exception):
@@ -229,11 +210,7 @@ async def _event_stream(
         yield b"".join(map(_event, last())) + b"data: [DONE]\n\n"
     except Exception as error:  # too late for another status
         logger.exception("stream %s failed", generation.request_id)
-        message = f"{type(error).__name__}: {error}"
-        failure = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-        yield _event({"error": failure}) + b"data: [DONE]\n\n"
-    finally:
-        generation.close()
+        yield _event({"error": _error(500, f"{type(error).__name__}: {error}")}) + b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):

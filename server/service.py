@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from fastapi import Request
 
@@ -29,7 +28,6 @@ class Service:
     engine: AsyncEngine
     updates: WeightUpdates
     model_name: str
-    settings: dict[str, Any] = field(default_factory=dict)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,6 @@ from .protocol import (
     Sampling,
     answer,
     finite,
-    new_id,
     reply,
     version_spans,
 )
@@ -68,7 +68,7 @@ class GenerateBody(Body):
         """The names of the prompts, and that of the whole call."""
         if isinstance(self.rid, list):
             return self.each("rid", count), self.rid[0]
-        rid = new_id(self.rid)
+        rid = self.rid or uuid.uuid4().hex
         return ([f"{rid}-{i}" for i in range(count)] if batch else [rid]), rid
 
     def each(self, name: str, count: int) -> list:

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..engine import LLM
 
@@ -20,6 +20,7 @@ class Tokenization:
     def __init__(self, llm: LLM):
         self.tokenizer = copy.deepcopy(llm.tokenizer)
         self.processor = llm.input_processor(self.tokenizer)
+        self.need = self.processor.need_tokenizer
         self._executor = ThreadPoolExecutor(1, "tokenizer")
         self.token = functools.lru_cache(maxsize=2**16)(self._token)
 
@@ -42,10 +43,6 @@ class Tokenization:
 
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
-
-    def need(self, what: str) -> Any:
-        """The tokenizer. Raises ValueError, naming what needs it, where there is none."""
-        return self.processor.need_tokenizer(what)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
