@@ -22,7 +22,7 @@ from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
 from .metrics import Metrics
 from .protocol import ClientGoneError, problem, reply
-from .service import ModelNotFoundError, Service, service
+from .service import ModelNotFoundError, Served, Service
 from .updates import ConflictError, WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
@@ -42,9 +42,9 @@ async def page() -> Response:
 
 @open_router.get("/health")
 @open_router.get("/ready")
-async def health(http: Request) -> Response:
+async def health(server: Served) -> Response:
     """200 while the engine's thread lives and the server takes requests."""
-    engine = service(http).engine
+    engine = server.engine
     if engine.draining:
         return problem(503, "the server is shutting down")
     if not engine.alive or engine.llm.failure is not None:
@@ -59,9 +59,9 @@ async def metrics(http: Request) -> Response:
 
 
 @router.get("/v1/contract")
-async def contract(http: Request) -> Response:
+async def contract(server: Served) -> Response:
     """The numerics contract: every choice that decides a bit, and its hash."""
-    found = service(http).llm.contract
+    found = server.llm.contract
     if found is None:
         return problem(404, "this server runs without the exact ops, so it has no contract")
     return reply({"hash": found.hash, "contract": asdict(found)})

@@ -25,7 +25,7 @@ from .protocol import (
     usage,
     version_spans,
 )
-from .service import Service, service
+from .service import Served, Service
 
 router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
 
@@ -37,16 +37,19 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class _Common(Sampling):
+class _Call(Body):
     model: str | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0)
     stream: bool | None = False
+    cache_salt: str | None = Field(default=None, min_length=1)
+    request_id: RequestId | None = None
+
+
+class _Common(_Call, Sampling):
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_weight_versions: bool | None = False
-    cache_salt: str | None = Field(default=None, min_length=1)
-    request_id: RequestId | None = None
 
 
 class CompletionRequest(_Common):
@@ -84,15 +87,11 @@ class TokensSampling(Sampling):
     detokenize: bool | None = None
 
 
-class TokensRequest(Body):
+class TokensRequest(_Call):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
     token_ids: list[int]
     sampling_params: TokensSampling = TokensSampling()
-    model: str | None = None
-    stream: bool | None = False
-    request_id: RequestId | None = None
-    cache_salt: str | None = Field(default=None, min_length=1)
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None
 
@@ -155,7 +154,7 @@ class _Writer:
             "object": kind,
             "created": self.created,
             "model": self.server.model_name,
-            "system_fingerprint": self.server.fingerprint,
+            "system_fingerprint": f"samebits-{self.server.contract_hash or 'inexact'}",
             "weight_version": self.server.updates.label,
             "choices": choices,
         }
@@ -231,10 +230,10 @@ class _Writer:
         return [self.entry(t, lp) for t, lp in top.items()]
 
 
-def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]:
+def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None] | None:
     """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}, None for the first."""
-    assert output.prompt_logprobs is not None and output.prompt_ranks is not None
-    assert output.prompt_top_logprobs is not None
+    if output.prompt_logprobs is None or output.prompt_ranks is None or output.prompt_top_logprobs is None:
+        return None
     columns = (output.prompt_token_ids, output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs)
     rows: list[dict | None] = []
     for token, logprob, rank, top in zip(*columns, strict=True):
@@ -246,17 +245,20 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]
     return [None, *rows[1:]]
 
 
-async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], params: SamplingParams):
-    server = service(http)
+async def _answer(
+    http: Request, server: Service, body: _Common, prompts: list[str | list[int]], params: SamplingParams
+):
     server.check_model(body.model)
     request_id = body.request_id or uuid.uuid4().hex
     writer = _Writer(server, body, params.n, request_id)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
-    return await answer(http, requests, request_id, body.stream, writer.whole, writer.events, writer.last)
+    return await answer(
+        http, server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last
+    )
 
 
 @router.post("/v1/completions", responses=STREAMING)
-async def completions(body: CompletionRequest, http: Request):
+async def completions(body: CompletionRequest, http: Request, server: Served):
     """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.params(body.stream, logprobs=body.logprobs or None)
     given: list = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -264,13 +266,13 @@ async def completions(body: CompletionRequest, http: Request):
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one prompt")
     if not body.add_special_tokens:
-        encode = service(http).engine.tokenization
+        encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
-    return await _answer(http, body, prompts, params)
+    return await _answer(http, server, body, prompts, params)
 
 
 @router.post("/v1/chat/completions", responses=STREAMING)
-async def chat_completions(body: ChatRequest, http: Request):
+async def chat_completions(body: ChatRequest, http: Request, server: Served):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
@@ -283,10 +285,10 @@ async def chat_completions(body: ChatRequest, http: Request):
             "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
             "continue_final_message": body.continue_final_message,
         }
-        ids = await service(http).engine.tokenization.chat(
+        ids = await server.engine.tokenization.chat(
             body.messages, **template | _template_kwargs(body.chat_template_kwargs)
         )
-    return await _answer(http, body, [ids], params)
+    return await _answer(http, server, body, [ids], params)
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -300,9 +302,8 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @router.post("/inference/v1/generate", responses=STREAMING)
-async def inference_generate(body: TokensRequest, http: Request):
+async def inference_generate(body: TokensRequest, http: Request, server: Served):
     """Token ids in, token ids out."""
-    server = service(http)
     server.check_model(body.model)
     sampling = body.sampling_params
     params = sampling.params(body.stream, detokenize=bool(sampling.stop))
@@ -327,7 +328,7 @@ async def inference_generate(body: TokensRequest, http: Request):
             "model": server.model_name,
             "choices": [choice(c) for c in output.completions],
             "prompt_token_ids": None if begun else output.prompt_token_ids,
-            "prompt_logprobs": None if output.prompt_logprobs is None else prompt_logprobs(server, output),
+            "prompt_logprobs": prompt_logprobs(server, output),
             "weight_version": server.updates.label,
         }
 
@@ -341,7 +342,7 @@ async def inference_generate(body: TokensRequest, http: Request):
         begun.add(request_id)
 
     requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
-    return await answer(http, requests, request_id, body.stream, whole, events)
+    return await answer(http, server.engine, requests, request_id, body.stream, whole, events)
 
 
 def _token_entries(c: Completion) -> Iterable[dict]:
@@ -360,9 +361,8 @@ def _token_entry(token: int, logprob: float, rank: int) -> dict:
 
 
 @router.get("/v1/models")
-async def models(http: Request):
+async def models(server: Served):
     """The one model that is served, with its length limit and its contract's hash."""
-    server = service(http)
     card = {
         "id": server.model_name,
         "object": "model",
@@ -377,9 +377,8 @@ async def models(http: Request):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, http: Request):
+async def tokenize(body: TokenizeRequest, server: Served):
     """The token ids of a text, or of a conversation through the chat template."""
-    server = service(http)
     tokenization = server.engine.tokenization
     if (body.prompt is None) == (body.messages is None):
         raise ValueError("give either prompt or messages")
@@ -387,14 +386,13 @@ async def tokenize(body: TokenizeRequest, http: Request):
         ids = await tokenization.chat(body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": server.llm.max_model_len, "tokens": ids}
-    names = tokenization.need("text").convert_ids_to_tokens
-    found["token_strs"] = names(ids) if body.return_token_strs else None
-    return reply(found)
+    names = tokenization.need("text").convert_ids_to_tokens(ids) if body.return_token_strs else None
+    limit = server.llm.max_model_len
+    return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, http: Request):
+async def detokenize(body: DetokenizeRequest, server: Served):
     """The text of token ids."""
-    tokenization = service(http).engine.tokenization
+    tokenization = server.engine.tokenization
     return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from ..engine import Completion, RequestOutput, SamplingParams
 from ..engine.sampling_params import RequestOutputKind
-from .async_engine import GenerateRequest, Generation, GenerationError
-from .service import service
+from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +151,7 @@ class ClientGoneError(Exception):
 
 async def answer(
     http: Request,
+    engine: AsyncEngine,
     requests: list[GenerateRequest],
     request_id: str,
     streamed: bool | None,
@@ -164,7 +164,7 @@ async def answer(
     whole: the reply's JSON from the finished outputs. events: what a stream says of one output of the request with this
     index; last: what it says before [DONE].
     """
-    generation = await service(http).engine.submit(requests, request_id)
+    generation = await engine.submit(requests, request_id)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
     return reply(whole(await _finished(http, generation)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,7 +24,7 @@ from .protocol import (
     reply,
     version_spans,
 )
-from .service import Service, service
+from .service import Served, Service
 
 router = APIRouter(route_class=FastRoute, tags=["SGLang"])
 
@@ -125,7 +125,7 @@ class _Writer:
         return self.whole(self.output, new)
 
     def whole(self, output: RequestOutput, c: Completion) -> dict:
-        server, label_of = self.server, self.server.updates.label_of
+        label_of = self.server.updates.label_of
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": _finish_reason(c),
@@ -135,7 +135,7 @@ class _Writer:
             "weight_version": label_of(c.weight_version),
             "weight_versions": version_spans(c, label_of),
             "e2e_latency": time.perf_counter() - self.begin,
-            "contract": server.contract_hash,
+            "contract": self.server.contract_hash,
         }
         if self.logprobs:
             meta |= self.of_logprobs(output, c)
@@ -184,7 +184,7 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 
 
 @router.post("/generate", responses=STREAMING)
-async def generate(body: GenerateBody, http: Request):
+async def generate(body: GenerateBody, http: Request, server: Served):
     """Generates from text or token ids, one prompt or a batch."""
     prompts, batch = body.prompts()
     rids, rid = body.rids(len(prompts), batch)
@@ -196,9 +196,7 @@ async def generate(body: GenerateBody, http: Request):
     for prompt, name, (sampling, logprobs, start, top) in zip(prompts, rids, settings, strict=True):
         alternatives = (top or 0) if logprobs else 0
         scored = logprobs and start is not None and start >= 0
-        writers.append(
-            _Writer(service(http), body, name, samples, bool(logprobs), start if scored else None, alternatives)
-        )
+        writers.append(_Writer(server, body, name, samples, bool(logprobs), start if scored else None, alternatives))
         params = (sampling or SGLangSampling()).params(
             body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None
         )
@@ -218,13 +216,12 @@ async def generate(body: GenerateBody, http: Request):
             place = {"index": writer.first + new.index} if several else {}
             yield writer.cumulative(output, new) | place
 
-    return await answer(http, requests, rid, body.stream, whole, events)
+    return await answer(http, server.engine, requests, rid, body.stream, whole, events)
 
 
 @router.get("/health_generate")
-async def health_generate(http: Request):
+async def health_generate(server: Served):
     """Answers when the engine's thread does, and could generate."""
-    server = service(http)
     await server.engine.call(lambda llm: None)
     ready = server.llm.ready
     return reply({"status": "ok" if ready else "the engine sleeps or has no weights"}, 200 if ready else 503)
@@ -232,9 +229,8 @@ async def health_generate(http: Request):
 
 @router.get("/get_model_info")
 @router.get("/model_info")
-async def model_info(http: Request):
+async def model_info(server: Served):
     """The model's path, its type, weight version and contract."""
-    server = service(http)
     path = str(server.llm.path)
     return reply({
         "model_path": path,
@@ -248,17 +244,16 @@ async def model_info(http: Request):
 
 @router.get("/v1/loads")
 @router.get("/get_load")
-async def loads(http: Request):
+async def loads(server: Served):
     """The load now; `include` is taken as "all"."""
-    load = service(http).load()
-    running, waiting = load["num_running"], load["num_waiting"]
-    block = load["kv_cache_bytes"] // load["kv_blocks_total"]
+    load = server.load()
+    block = load.kv_cache_bytes // load.kv_blocks_total
     core = {
         "dp_rank": 0,
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": running + waiting,
-        "token_usage": load["kv_blocks_used"] / load["kv_blocks_total"],
-        "kv_cache_bytes_used": load["kv_blocks_used"] * block,
+        "num_running_reqs": load.num_running,
+        "num_waiting_reqs": load.num_waiting,
+        "num_total_reqs": load.num_running + load.num_waiting,
+        "token_usage": load.kv_blocks_used / load.kv_blocks_total,
+        "kv_cache_bytes_used": load.kv_blocks_used * block,
     }
-    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": load})
+    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})

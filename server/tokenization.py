@@ -37,8 +37,8 @@ class Tokenization:
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """ValueError for a prompt that is too long however it is split: it isn't worth tokenising."""
         limit = self.processor.max_model_len
-        least = len(prompt) // self.longest_token if isinstance(prompt, str) and self.tokenizer else len(prompt)
-        if least > limit and (self.tokenizer or not isinstance(prompt, str)):
+        least = len(prompt) // self.longest_token if isinstance(prompt, str) else len(prompt)
+        if least > limit:
             raise ValueError(f"prompt of at least {least} tokens leaves no room in max_model_len {limit}")
 
     def _token(self, token_id: int) -> str:
