@@ -18,8 +18,8 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "correction": 650,
     "correction/calibration": 450,
     "integrations": 800,
-    "server": 2000,
-    "cli": 1150,
+    "server": 1750,
+    "cli": 1010,
     "kernels": None,
     "kernels/triton": None,
 }
