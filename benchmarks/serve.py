@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samebits import LLM, SamplingParams
-from samebits.cli.bench import VOCAB, mixed
+from samebits.cli.bench import VOCAB, WORKLOADS
 from samebits.model import resolve
 
 SAMEBITS = pathlib.Path(sys.executable).with_name("samebits")
@@ -139,7 +139,7 @@ def latencies(model: str, peers: list[str]) -> dict:
 
 def overhead(model: str, rounds: int) -> dict:
     """The mixed workload through the server, all requests at once, and through `generate`, in turn."""
-    work = mixed()
+    work = WORKLOADS["mixed"]()
     pairs = list(zip(work["prompts"], work["output_lens"], strict=True))
     tokens = sum(work["output_lens"])
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for _, m in pairs]

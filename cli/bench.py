@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import random
-import resource
 import time
 from collections.abc import Callable
 
@@ -13,26 +13,22 @@ from tqdm import tqdm
 VOCAB = 49_000
 
 
-def mixed(count: int = 32, low: int = 32, high: int = 128, seed: int = 0) -> dict:
-    """Requests of U[low, high] random prompt tokens and U[low, high] output tokens."""
+def workload(name: str, count: int, n: int, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> dict:
+    """Prompts of random tokens, each to be sampled n times. prompt, output: least and most of their tokens."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(10, VOCAB) for _ in range(rng.randint(low, high))] for _ in range(count)]
-    return {"name": "mixed", "prompts": prompts, "n": 1, "output_lens": [rng.randint(low, high) for _ in range(count)]}
+    prompts = [[rng.randrange(10, VOCAB) for _ in range(rng.randint(*prompt))] for _ in range(count)]
+    return {"name": name, "prompts": prompts, "n": n, "output_lens": [rng.randint(*output) for _ in range(count)]}
 
 
-def grouped(count: int = 8, n: int = 16, length: int = 256, output_len: int = 64, seed: int = 0) -> dict:
-    """The shape of a GRPO step: each prompt is sampled n times."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(10, VOCAB) for _ in range(length)] for _ in range(count)]
-    return {"name": "grouped", "prompts": prompts, "n": n, "output_lens": [output_len] * count}
-
-
-WORKLOADS: dict[str, Callable[[], dict]] = {"mixed": mixed, "grouped": grouped}
+WORKLOADS: dict[str, Callable[[], dict]] = {
+    "mixed": functools.partial(workload, "mixed", 32, 1, (32, 128), (32, 128)),
+    "grouped": functools.partial(workload, "grouped", 8, 16, (256, 256), (64, 64)),  # the shape of a GRPO step
+}
 
 
 def measure(
     model: str,
-    workload: dict,
+    work: dict,
     repeats: int,
     dtype: str,
     exact: bool,
@@ -53,12 +49,12 @@ def measure(
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     start_seconds = time.perf_counter() - begin
     ceiling = llm.model_config.vocab_size - 1
-    prompts = [[min(t, ceiling) for t in p] for p in workload["prompts"]]
-    params = [SamplingParams(n=workload["n"], max_tokens=m, ignore_eos=True) for m in workload["output_lens"]]
-    tokens = workload["n"] * sum(workload["output_lens"])
+    prompts = [[min(t, ceiling) for t in p] for p in work["prompts"]]
+    params = [SamplingParams(n=work["n"], max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
+    tokens = work["n"] * sum(work["output_lens"])
     llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)
     seconds = []
-    for _ in tqdm(range(repeats), desc=f"{workload['name']}, exact={exact}", unit="run", delay=2):
+    for _ in tqdm(range(repeats), desc=f"{work['name']}, exact={exact}", unit="run", delay=2):
         llm.reset_prefix_cache()
         turn()
         before = llm.stats().prompt_tokens_computed
@@ -69,14 +65,12 @@ def measure(
     llm.close()
     return {
         "engine": "samebits" if exact else "samebits, switches off",
-        "workload": workload["name"],
+        "workload": work["name"],
         "dtype": dtype,
-        "seconds": [round(s, 3) for s in seconds],
         "output_tok_s": [round(tokens / s, 1) for s in seconds],
         "prompt_tokens_computed": computed,
         "start_seconds": round(start_seconds, 2),
         "weights_mb": round(llm.weight_bytes / 1e6),
         "kv_mb": round(llm.kv_cache_bytes / 1e6),
         "resident_mb": round(psutil.Process().memory_info().rss / 1e6),
-        "peak_resident_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
     }

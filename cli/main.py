@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .options import Options, with_options
+from .options import ENGINE, SAMPLING, with_options
 from .train import train
 
 app = typer.Typer(
@@ -24,11 +25,10 @@ app = typer.Typer(
 console = Console()
 app.command()(train)
 
-ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": ["--pp"]})
-SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": ["-n"]})
-SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize", "output_kind")  # what is shown
+NUMERICS = ENGINE.only("dtype", "device").with_defaults(device="cpu")
 DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
 
+Settings = dict[str, Any]  # of one configuration, by field
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -36,12 +36,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 @app.command()
 @with_options(sampling=SAMPLING.with_defaults(max_tokens=64), engine=ENGINE)
 def generate(
+    sampling: Settings,
+    engine: Settings,
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The prompt, used as it is; '-' reads standard input.")],
     as_json: AsJson = False,
-    *,
-    sampling: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """Complete a prompt and show each token's log-prob."""
     from ..engine import LLM, SamplingParams
@@ -50,11 +49,7 @@ def generate(
     params = SamplingParams(**sampling)  # checked before the model loads
     out = LLM(model, **engine).generate(text, params)[0]
     if as_json:
-        rows = [
-            {"text": c.text, "token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
-            for c in out.completions
-        ]
-        print(json.dumps({"prompt_token_ids": out.prompt_token_ids, "completions": rows}))
+        print(json.dumps(asdict(out)))
         return
     for c in out.completions:
         mean = statistics.fmean(c.logprobs)
@@ -64,11 +59,12 @@ def generate(
 
 @app.command()
 @with_options(sampling=SAMPLING.without("n").with_defaults(temperature=0.7, max_tokens=512), engine=ENGINE)
-def chat(model: Model, *, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
+def chat(sampling: Settings, engine: Settings, model: Model) -> None:
     """Talk with a model. An empty line, 'exit' or Ctrl-D ends it; Ctrl-C stops an answer."""
     from ..engine import LLM, SamplingParams
+    from ..engine.sampling_params import RequestOutputKind
 
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     llm = LLM(model, **engine)
     messages: list[dict[str, str]] = []
     while True:
@@ -85,9 +81,8 @@ def chat(model: Model, *, sampling: dict[str, Any], engine: dict[str, Any]) -> N
             while llm.has_unfinished_requests():
                 for out in llm.step():
                     text = out.completions[0].text or ""
-                    if not text.endswith("\ufffd"):  # half of a character
-                        console.print(text[len(shown) :], end="", markup=False, highlight=False, soft_wrap=True)
-                        shown = text
+                    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+                    shown += text
         except KeyboardInterrupt:
             llm.abort(request)
         console.print()
@@ -97,21 +92,21 @@ def chat(model: Model, *, sampling: dict[str, Any], engine: dict[str, Any]) -> N
 @app.command()
 @with_options(engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # streams wait for no longer prompts than these
 def serve(
+    engine: Settings,
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key for control routes, which are local without.")
-    ] = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key to control it.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
-    *,
-    engine: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang."""
+    """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
+
+    Without an admin key, the routes that control the server answer this machine only.
+    """
     import logging
     from concurrent.futures import ThreadPoolExecutor
 
@@ -124,54 +119,47 @@ def serve(
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
         llm = loader.submit(LLM, model, **engine).result()
-    guard = Guard(api_key, admin_key)
-    options = {"max_waiting": max_waiting, "transfer_timeout": transfer_timeout}
+    where = (served_model_name or model, host, port, Guard(api_key, admin_key), shutdown_timeout)
     try:
-        run(llm, served_model_name or model, host, port, guard, shutdown_timeout, **options)
+        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout)
     finally:
         llm.close()
 
 
 @app.command()
-@with_options(engine=ENGINE.only("dtype", "device").with_defaults(device="cpu"))
+@with_options(engine=NUMERICS)
 def verify(
+    engine: Settings,
     model: Model,
     seed: Annotated[int, typer.Option(help="Seed of the random schedules.")] = 0,
     plant_fault: Annotated[
         str | None, typer.Option(help="Falsify this module's output in its last bits, to see it fail.")
     ] = None,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Prove on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
     from ..trainer.verify import verify as run
+    from .report import number
 
     report = run(model, seed=seed, plant_fault=plant_fault, **engine)
-    table = Table(
-        "sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff", padding=(0, 0)
-    )
+    header = ("sampling", "seqs", "chunk", "CPUs", "tokens", "preempt", "hits", "differ", "max diff")
+    table = Table(*header, padding=(0, 0))
     for r in report.rounds:
-        style = "red" if r.differing else None
-        cells = (r.sampling, r.max_num_seqs, r.max_num_batched_tokens, r.threads, r.tokens, r.preemptions)
-        rest = (r.prefix_hit_tokens, r.differing, f"{r.max_difference:.1e}" if r.differing else "0")
-        table.add_row(*map(str, (*cells, *rest)), style=style)
+        table.add_row(*map(number, astuple(r)), style="red" if r.differing else None)
     console.print(table)
-    worst = max(r.max_difference for r in report.rounds)
     if report.ok:
         console.print(f"max |rollout - trainer| = 0 over {report.tokens} tokens, bitwise equal")
         console.print(f"contract {report.contract_hash}", highlight=False)
         return
+    worst = max(r.max_difference for r in report.rounds)
     console.print(f"[red]max |rollout - trainer| = {worst:.3g}: NOT equal[/red]")
     console.print(f"first difference: {report.fault}", markup=False)
     raise typer.Exit(1)
 
 
 @app.command()
-@with_options(engine=ENGINE.only("dtype", "device").with_defaults(device="cpu"))
-def contract(as_json: AsJson = False, *, engine: dict[str, Any]) -> None:
+@with_options(engine=NUMERICS)
+def contract(engine: Settings, as_json: AsJson = False) -> None:
     """Print the numerics contract of this installation, and its hash."""
-    from dataclasses import asdict
-
     import torch
 
     from ..kernels.contract import Contract
@@ -182,28 +170,23 @@ def contract(as_json: AsJson = False, *, engine: dict[str, Any]) -> None:
     if as_json:
         print(json.dumps({**asdict(found), "hash": found.hash}))
         return
-    table = Table("field", "choice")
     for name, value in asdict(found).items():
-        table.add_row(name, str(value))
-    console.print(table)
+        console.print(f"{name}: {value}", highlight=False)
     console.print(f"hash {found.hash}", highlight=False)
 
 
 @app.command()
 @with_options(engine=ENGINE.without("exact").with_defaults(kv_cache_memory_bytes=2**30, skip_tokenizer_init=True))
 def bench(
+    engine: Settings,
     model: Model = "smollm2",
-    workload: Annotated[str, typer.Option(help="mixed or grouped.")] = "mixed",
+    workload: Annotated[Literal["mixed", "grouped"], typer.Option(help="Kind of prompts.")] = "mixed",
     repeats: Annotated[int, typer.Option(help="Timed runs per engine; the median counts.")] = 3,
     as_json: AsJson = False,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Time the engine on a workload, with its exact ops and with torch's."""
     from .bench import WORKLOADS, measure
 
-    if workload not in WORKLOADS:
-        raise ValueError(f"workload {workload!r}; choose one of {', '.join(WORKLOADS)}")
     results = [measure(model, WORKLOADS[workload](), repeats, exact=exact, **engine) for exact in (True, False)]
     if as_json:
         print(json.dumps(results))
@@ -218,12 +201,11 @@ def bench(
 @app.command()
 @with_options(sampling=SAMPLING.with_defaults(n=8, max_tokens=256), engine=ENGINE)
 def rollout(
+    sampling: Settings,
+    engine: Settings,
     model: Model,
     prompts: Annotated[Path, typer.Argument(help='JSONL with "prompt", "prompt_token_ids" or "messages" per line.')],
     out: Annotated[Path, typer.Option(help="The rollouts, JSONL, as diagnose and calibrate read them.")],
-    *,
-    sampling: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """Sample exact rollouts: the reference that calibrate compares other engines with."""
     from ..engine import LLM, SamplingParams
@@ -236,41 +218,32 @@ def rollout(
 
 # --- mismatch ---------------------------------------------------------------------------------------------------------
 
-Rollouts = Annotated[
-    str, typer.Argument(help="Rollouts: JSONL, parquet, npz, replies of vLLM or SGLang, trainers' dumps.")
-]
+Rollouts = Annotated[str, typer.Argument(help="JSONL, parquet, npz, replies of vLLM or SGLang, trainers' dumps.")]
 Scorer = Annotated[str | None, typer.Option("--model", help="Score the tokens exactly with this model.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with plots here.")]
-SCORING = ENGINE.only("dtype", "device").with_defaults(device="cpu")
 
 
-def _scorer(model: str | None, engine: dict[str, Any]):
+def _scorer(model: str | None, engine: Settings):
     """(the exact model or None, a decoder of token ids or None)."""
     if model is None:
         return None, None
-    from transformers import AutoTokenizer
-
+    from ..engine.input_processor import load_tokenizer
     from ..model import exact_model
     from ..model.checkpoint import resolve
 
-    scorer = exact_model(model, **engine)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
-    except (OSError, ValueError):
-        return scorer, None
-    return scorer, tokenizer.decode
+    tokenizer = load_tokenizer(resolve(model))
+    return exact_model(model, **engine), tokenizer and tokenizer.decode
 
 
 @app.command()
-@with_options(sampling=DISTRIBUTION, engine=SCORING)
+@with_options(sampling=DISTRIBUTION, engine=NUMERICS)
 def diagnose(
+    sampling: Settings,
+    engine: Settings,
     rollouts: Rollouts,
     model: Scorer = None,
     page: Html = None,
     as_json: AsJson = False,
-    *,
-    sampling: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """Measure an engine's mismatch: its log-probs against exact ones, or against the trainer's that the file holds.
 
@@ -282,39 +255,30 @@ def diagnose(
     params = SamplingParams(**sampling)
     scorer, decode = _scorer(model, engine)
     result = mismatch.diagnose(rollouts, scorer, params)
-    parts = report.diagnosis(result, decode)
-    if page is not None:
-        page.write_text(report.page(f"Mismatch of {Path(rollouts).name}", parts))
-    if as_json:
-        rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
-        print(json.dumps({**result.summary, **rest}))
-    else:
-        report.show(console, parts)
+    rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
+    title = f"Mismatch of {Path(rollouts).name}"
+    report.give(console, title, report.diagnosis(result, decode), page, result.summary | rest if as_json else None)
 
 
 @app.command()
-@with_options(sampling=DISTRIBUTION, engine=SCORING)
+@with_options(sampling=DISTRIBUTION, engine=NUMERICS)
 def calibrate(
+    sampling: Settings,
+    engine: Settings,
     rollouts: Rollouts,
-    reference: Annotated[
-        str | None, typer.Option(help="Exact rollouts of the same prompts and weights (`samebits rollout`).")
-    ] = None,
+    reference: Annotated[str | None, typer.Option(help="Exact rollouts of the same prompts and weights.")] = None,
     model: Scorer = None,
-    mode: Annotated[str, typer.Option(help="Mode of the loss: decoupled or bypass.")] = "decoupled",
+    mode: Annotated[Literal["decoupled", "bypass"], typer.Option(help="Mode of the loss.")] = "decoupled",
     batch_size: Annotated[int, typer.Option(help="Sequences in a training batch.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     page: Html = None,
     as_json: AsJson = False,
-    *,
-    sampling: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """Choose a correction and its threshold for an engine's rollouts, against exact ones.
 
-    Records need advantages, or a reward and a group; a recommendation needs a model, for its gradients.
+    Records need advantages, or a reward and a group; a recommendation needs a model, for its gradients. `samebits
+    rollout` makes exact rollouts.
     """
-    from dataclasses import asdict
-
     from ..engine import SamplingParams
     from . import mismatch, report
 
@@ -324,12 +288,8 @@ def calibrate(
     chosen = result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])
     parts = report.calibration(result, snippets)
-    if page is not None:
-        page.write_text(report.page(f"Calibration for {Path(rollouts).name}", parts))
-    if as_json:
-        print(json.dumps({**asdict(result), "configurations": snippets}))
-    else:
-        report.show(console, parts)
+    numbers = asdict(result) | {"configurations": snippets} if as_json else None
+    report.give(console, f"Calibration for {Path(rollouts).name}", parts, page, numbers)
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..correction import Correction, Diagnosis, LogProbs
 from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
+from ..correction.losses import Mode
 from ..engine.sampling_params import SamplingParams
 from ..engine.weights import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
@@ -40,16 +41,11 @@ def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> I
     """Each rollout with `reference` and `best_token_ids` filled in."""
     from ..trainer.rescore import rescore
 
-    waiting: deque[Rollout] = deque()
-
-    def pairs() -> Iterator[tuple[list[int], list[int]]]:
-        for rollout in rollouts:
-            waiting.append(rollout)
-            yield _prompt_of(rollout), rollout.token_ids.tolist()
-
-    for logprobs, best in rescore(model, pairs(), params):
-        rollout = waiting.popleft()
-        rollout.reference, rollout.best_token_ids = logprobs.double().numpy(), best.numpy()
+    asked, waiting = itertools.tee(rollouts)
+    scores = rescore(model, map(_pair, asked), params)
+    for rollout, (logprobs, best) in zip(waiting, scores, strict=True):
+        rollout.reference = logprobs.double().numpy()
+        rollout.best_token_ids = best.numpy()
         yield rollout
 
 
@@ -58,20 +54,16 @@ def packed(rollouts: list[Rollout], trainer: Literal["old", "reference"]) -> Log
 
     def joined(name: str) -> torch.Tensor | None:
         arrays = [getattr(r, name) for r in rollouts]
-        if any(a is None for a in arrays):
-            return None
-        return torch.from_numpy(np.concatenate([np.zeros(0), *arrays]))
+        return None if any(a is None for a in arrays) else torch.from_numpy(np.concatenate(arrays))
 
-    lengths = [len(r.token_ids) for r in rollouts]
-    masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in rollouts]
-    mask = torch.from_numpy(np.concatenate([np.zeros(0, bool), *masks]))
     old = joined(trainer)
     if old is None:
         missing = next(r for r in rollouts if getattr(r, trainer) is None)
-        wanted = "expected old_logprobs, or a --model to re-score with"
-        raise RolloutFormatError(f"{missing.source}: no trainer's log-probs; {wanted}")
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return LogProbs(mask, joined("rollout"), old, joined("current"), offsets)
+        wanted = "old_logprobs, or a --model to re-score with"
+        raise RolloutFormatError(f"{missing.source}: no trainer's log-probs; expected {wanted}")
+    masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in rollouts]
+    offsets = torch.tensor([0, *(len(r.token_ids) for r in rollouts)]).cumsum(0)
+    return LogProbs(torch.from_numpy(np.concatenate(masks)), joined("rollout"), old, joined("current"), offsets)
 
 
 def diagnose(
@@ -82,23 +74,24 @@ def diagnose(
     rollouts = read_rollouts(path)
     if model is not None:
         rollouts = scored(rollouts, model, params or SamplingParams())
-    bar = tqdm(
-        desc="Reading" if model is None else "Scoring", unit="tok", unit_scale=True, delay=2, disable=not use_tqdm
-    )
-    diagnosis, gaps, copied = Diagnosis(), [], True
+    bar = tqdm(rollouts, desc="Reading" if model is None else "Scoring", unit="seq", delay=2, disable=not use_tqdm)
+    diagnosis = Diagnosis()
+    gaps: list[float] = []
+    copied = True
     found: list[dict[str, Any]] = []
-    for batch in buckets(rollouts, lambda rollout: len(rollout.token_ids), TOKENS_PER_BATCH):
+    for batch in buckets(bar, lambda rollout: len(rollout.token_ids), TOKENS_PER_BATCH):
         lp = packed(batch, trainer)
         d = diagnosis.add(lp, _flips(batch)[lp.mask])
-        found = heapq.nlargest(worst, [*found, *_worst(batch, lp, d, worst)], key=lambda w: w["abs"])
-        if all(r.old is not None for r in batch):
-            own = lp if trainer == "old" else packed(batch, "old")
-            copied &= torch.equal(own.values("old"), own.values("rollout"))
-            gaps.append(float((own.values("old") - lp.values("old")).abs().max()) if len(d) else 0.0)
-        else:
+        found += _worst(batch, lp, d, worst)
+        found = heapq.nlargest(worst, found, key=lambda token: token["abs"])
+        if any(r.old is None for r in batch):
             copied = False
-        bar.update(len(lp.mask))
-    bar.close()
+            continue
+        own = lp if trainer == "old" else packed(batch, "old")
+        copied &= torch.equal(own.values("old"), own.values("rollout"))
+        if len(d):
+            difference = own.values("old") - lp.values("old")
+            gaps.append(float(difference.abs().max()))
     summary = diagnosis.summary()
     copied = copied and (model is None or summary["max_abs"] > 0)  # re-scored and equal: an exact engine's
     hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
@@ -118,10 +111,10 @@ def _flips(rollouts: list[Rollout]) -> torch.Tensor:
     """As `Diagnosis.add` takes them, of all tokens."""
 
     def of(rollout: Rollout) -> np.ndarray:
-        top, best = rollout.top_token_ids, rollout.best_token_ids
-        return (
-            np.full(len(rollout.token_ids), -1) if top is None or best is None else np.where(top < 0, -1, top != best)
-        )
+        top = rollout.top_token_ids
+        if top is None or rollout.best_token_ids is None:
+            return np.full(len(rollout.token_ids), -1)
+        return np.where(top < 0, -1, top != rollout.best_token_ids)
 
     return torch.from_numpy(np.concatenate([of(r) for r in rollouts]))
 
@@ -129,17 +122,19 @@ def _flips(rollouts: list[Rollout]) -> torch.Tensor:
 def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> list[dict[str, Any]]:
     index = lp.mask.nonzero()[:, 0]
     assert lp.offsets is not None
-    engine, trainer = lp.values("rollout"), lp.values("old")
+    engine = lp.values("rollout")
+    trainer = lp.values("old")
     tokens = []
     for at in d.abs().topk(min(count, len(d))).indices.tolist():
         row = int(lp.segment[at])
-        rollout, position = batch[row], int(index[at] - lp.offsets[row])
+        rollout = batch[row]
+        position = int(index[at] - lp.offsets[row])
         prompt = [] if rollout.prompt_token_ids is None else rollout.prompt_token_ids.tolist()
-        before = [*prompt, *rollout.token_ids[:position].tolist()][-CONTEXT:]
+        before = prompt + rollout.token_ids[:position].tolist()
         tokens.append({
             "abs": abs(float(d[at])), "rollout_logprob": float(engine[at]),
             "trainer_logprob": float(trainer[at]), "token_id": int(rollout.token_ids[position]),
-            "position": position, "context": before, "source": rollout.source,
+            "position": position, "context": before[-CONTEXT:], "source": rollout.source,
         })  # fmt: skip
     return tokens
 
@@ -156,24 +151,22 @@ def traces(path: str | Path, names: dict[str, int], model: Any = None, params: S
     groups = None
     if all(r.group is not None for r in kept):
         groups = torch.tensor([names.setdefault(str(r.group), len(names)) for r in kept])
-    return Traces(lp, _advantages(kept, groups), None if model is None else _sketch(kept, lp, model, params), groups)
+    sketch = None
+    if model is not None:
+        from ..trainer.rescore import gradient_sketch
+
+        parts = gradient_sketch(model, map(_pair, kept), params.temperature or 1.0)
+        bar = tqdm(parts, desc="Sketching gradients", total=len(kept), unit="seq", delay=2)
+        sketch = torch.cat(list(bar))[lp.mask]
+    return Traces(lp, _advantages(kept, groups), sketch, groups)
 
 
-def _sketch(rollouts: list[Rollout], lp: LogProbs, model: Any, params: SamplingParams) -> torch.Tensor:
-    from ..trainer.rescore import gradient_sketch
-
-    pairs = ((_prompt_of(r), r.token_ids.tolist()) for r in rollouts)
-    sketches = gradient_sketch(model, pairs, params.temperature or 1.0)
-    bar = tqdm(sketches, desc="Sketching gradients", total=len(rollouts), unit="seq", delay=2)
-    return torch.cat(list(bar))[lp.mask]
-
-
-def _prompt_of(rollout: Rollout) -> list[int]:
+def _pair(rollout: Rollout) -> tuple[list[int], list[int]]:
+    """(prompt, completion) as token ids. Raises RolloutFormatError where there are none."""
     prompt = rollout.prompt_token_ids
     if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
-        wanted = "expected prompt_token_ids and token_ids"
-        raise RolloutFormatError(f"{rollout.source}: no token ids to score; {wanted}")
-    return prompt.tolist()
+        raise RolloutFormatError(f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids")
+    return prompt.tolist(), rollout.token_ids.tolist()
 
 
 def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None) -> torch.Tensor:
@@ -182,11 +175,11 @@ def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None) -> torch.T
     lacking = next((r for r in rollouts if r.reward is None), None)
     if lacking is not None:
         raise RolloutFormatError(f"{lacking.source}: no advantages and no reward; expected one of them")
+    from ..trainer.rl.losses import advantages
+
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
     group = torch.zeros(len(rewards), dtype=torch.long) if groups is None else groups
-    means = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
-    counts = torch.bincount(group).clamp_min(1)
-    return (rewards - (means.index_add_(0, group, rewards) / counts)[group])[:, None]
+    return advantages(rewards, group, "group")[:, None]
 
 
 def calibrate_files(
@@ -194,7 +187,7 @@ def calibrate_files(
     reference: str | Path | None,
     model: Any = None,
     params: SamplingParams | None = None,
-    mode: str = "decoupled",
+    mode: Mode = "decoupled",
     batch_size: int = 256,
     seed: int = 0,
 ) -> tuple[Calibration, dict[str, Correction]]:
@@ -202,8 +195,8 @@ def calibrate_files(
     names: dict[str, int] = {}
     engine = traces(path, names, model, params)
     truth = None if reference is None else traces(reference, names, model, params)
-    candidates = candidate_grid(engine.logprobs, mode)  # type: ignore[arg-type]
-    result = calibrate(engine, candidates, truth, mode=mode, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
+    candidates = candidate_grid(engine.logprobs, mode)
+    result = calibrate(engine, candidates, truth, mode=mode, batch_size=batch_size, seed=seed)
     return result, candidates
 
 
@@ -218,7 +211,8 @@ def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> i
             for c in output.completions:
                 if c.finish_reason == "error":
                     raise FloatingPointError(f"{prompts}:{group}: {c.stop_reason}")
-                logprobs, prompt = np.array(c.logprobs), np.array(output.prompt_token_ids)
+                logprobs = np.array(c.logprobs)
+                prompt = np.array(output.prompt_token_ids)
                 yield Rollout(np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group))
 
     write_rollouts(out, rollouts())
@@ -237,7 +231,7 @@ def _prompt(llm: Any, line: bytes, source: str) -> Any:
     return llm.chat_prompt(record[key]) if key == "messages" else {key: record[key]}
 
 
-def snippets(mode: str, correction: Correction) -> dict[str, str]:
+def snippets(mode: Mode, correction: Correction) -> dict[str, str]:
     """Configuration texts, one a framework, with what its code does otherwise; or that it can't express this."""
     from ..integrations import corrections as c
 
@@ -249,10 +243,11 @@ def snippets(mode: str, correction: Correction) -> dict[str, str]:
     texts = {}
     for framework, (write, read) in frameworks.items():
         try:
-            settings = write(mode, correction)  # type: ignore[arg-type]
+            settings = write(mode, correction)
         except ValueError as error:
             texts[framework] = f"# {error}"
             continue
         lines = [f"{key}: {value}" for key, value in settings.items()] or ["# the defaults"]
-        texts[framework] = "\n".join(lines + [f"# {note}" for note in read(settings).notes])
+        lines += [f"# {note}" for note in read(settings).notes]
+        texts[framework] = "\n".join(lines)
     return texts

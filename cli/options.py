@@ -13,105 +13,68 @@ import itertools
 import pathlib
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 PACKAGE = pathlib.Path(__file__).parent.parent
-NAMES = {"Literal": Literal, "Sequence": Sequence, "pathlib": pathlib}  # that the types of options are made of
+NAMES: dict[str, Any] = {
+    "Literal": Literal,
+    "Sequence": Sequence,
+    "pathlib": pathlib,
+}  # that the types of options are made of
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A field of a configuration, as it stands in the source: annotation, default (None: it has none) and help."""
-
-    annotation: ast.expr
-    default: ast.expr | None
-    help: str
-
-
-@dataclass(frozen=True)
-class Options:
-    """Fields of a configuration as options of a command.
-
-    flags: more names of an option, by field. defaults: a command's own, by field.
-    """
-
-    settings: dict[str, Setting]
-    flags: dict[str, list[str]]
-    defaults: dict[str, Any] = field(default_factory=dict)
+class Options(dict[str, inspect.Parameter]):
+    """Fields of a configuration as options of a command: typer's parameters, by name."""
 
     @classmethod
-    def of(cls, file: str, name: str, flags: dict[str, list[str]]) -> Options:
-        """All fields of the dataclass `name` in a file of this package."""
+    def of(cls, file: str, name: str, flags: dict[str, str]) -> Options:
+        """The fields of the dataclass `name` in a file of this package, but those whose default is no literal.
+
+        flags: short names of options, by field.
+        """
         tree = ast.parse((PACKAGE / file).read_text())
         (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        settings = {}
+        parameters = {}
         for node, below in itertools.pairwise([*body, ast.Pass()]):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                settings[node.target.id] = Setting(node.annotation, node.value, _text(below))
-        return cls(settings, flags)
+            if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call | ast.Attribute):
+                field = ast.unparse(node.target)
+                parameters[field] = _parameter(field, node, _text(below), flags.get(field))
+        return cls(parameters)
 
     def only(self, *names: str) -> Options:
         """These fields alone."""
-        return replace(self, settings={name: self.settings[name] for name in names})
+        return Options({name: self[name] for name in names})
 
     def without(self, *names: str) -> Options:
         """All fields but these."""
-        return self.only(*(name for name in self.settings if name not in names))
+        return self.only(*(name for name in self if name not in names))
 
     def with_defaults(self, **defaults: Any) -> Options:
         """The same fields with a command's own defaults."""
-        return replace(self, defaults=self.defaults | defaults)
-
-    def default(self, name: str) -> Any:
-        """The default of a field, None for an empty sequence, ... for none."""
-        if name in self.defaults:
-            return self.defaults[name]
-        source = self.settings[name].default
-        if source is None:
-            return ...
-        value = ast.literal_eval(source)
-        return None if value == () else value
+        own = {name: self[name].replace(default=value) for name, value in defaults.items()}
+        return Options(self | own)
 
     def changed(self, values: dict[str, Any]) -> dict[str, Any]:
         """Those of the values that aren't their fields' defaults."""
-        return {name: value for name, value in values.items() if value != self.default(name)}
-
-    def parameter(self, name: str) -> inspect.Parameter:
-        """The parameter that typer makes a field's option of."""
-        setting = self.settings[name]
-        kind, how = _option_type(eval(ast.unparse(setting.annotation), dict(NAMES)))
-        default = self.default(name)
-        long = f"--{name.replace('_', '-')}"
-        if kind is bool and default is not False:
-            long = f"{long}/--no{long[1:]}"
-        option = typer.Option(long, *self.flags.get(name, ()), help=setting.help, **how)
-        return inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is ... else default,
-            annotation=Annotated[kind | None if default is None else kind, option],
-        )
+        return {name: value for name, value in values.items() if value != self[name].default}
 
 
 def with_options(**groups: Options) -> Callable[[Callable], Callable]:
-    """Give a command options in place of the parameters that are named; it gets each group's values as a dict."""
+    """Give a command options for the parameters that are named, after its own; it gets the values of each as a dict."""
 
     def decorate(command: Callable) -> Callable:
         hints = get_type_hints(command, include_extras=True)
-        parameters: list[inspect.Parameter] = []
-        for name, own in inspect.signature(command).parameters.items():
-            if name in groups:
-                parameters += map(groups[name].parameter, groups[name].settings)
-            else:
-                parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+        own = [p for name, p in inspect.signature(command).parameters.items() if name not in groups]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in own]
+        for group in groups.values():
+            parameters += group.values()
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
             for name, group in groups.items():
-                values[name] = {setting: values.pop(setting) for setting in group.settings}
+                values[name] = {field: values.pop(field) for field in group}
             command(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -119,6 +82,22 @@ def with_options(**groups: Options) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+def _parameter(name: str, field: ast.AnnAssign, text: str, flag: str | None) -> inspect.Parameter:
+    """The parameter that typer makes a field's option of; the default of an empty sequence is None."""
+    annotation = eval(ast.unparse(field.annotation), NAMES)
+    kind, how = _option_type(annotation)
+    default = inspect.Parameter.empty if field.value is None else ast.literal_eval(field.value)
+    default = None if default == () else default
+    names = [f"--{name.replace('_', '-')}", flag] if flag else []
+    option = typer.Option(*names, help=text, **how)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind | None if default is None else kind, option],
+    )
 
 
 def _text(node: ast.stmt) -> str:
@@ -141,3 +120,8 @@ def _option_type(annotation: Any) -> tuple[Any, dict[str, Any]]:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": "--pp"})
+SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": "-n"})
+SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize")  # commands show what they show

@@ -1,16 +1,20 @@
-"""What `samebits diagnose` and `samebits calibrate` found, as a list of parts; shown on a console, as a self-contained
-HTML page with plots, or as markdown."""
+"""What `samebits diagnose` and `samebits calibrate` found, as a list of parts, and the markdown that shows them on a
+console, in a file, or as a self-contained HTML page with plots."""
 
 from __future__ import annotations
 
 import base64
 import html
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from ..correction.calibration import Assessment, Calibration
 from . import plots
@@ -18,30 +22,12 @@ from .mismatch import Report
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A table; brief: how many of its columns a console shows, None for all. chosen: first cell of a row to mark."""
-
-    title: str
-    header: Sequence[str]
-    rows: list[list[str]]
-    brief: int | None = None
-    chosen: str | None = None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A title and lines of text."""
-
-    title: str
-    lines: list[str]
-
-
-@dataclass(frozen=True)
-class Code:
-    """A title and a block of code."""
+class Text:
+    """A title and markdown. detail: a console leaves it out."""
 
     title: str
     text: str
+    detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,19 +39,17 @@ class Plot:
     draw: Callable[[], bytes]
 
 
-Part = Grid | Lines | Code | Plot
+Part = Text | Plot
 Decode = Callable[[list[int]], str]
 
 
 def number(value: Any) -> str:
-    """Short, and honest about exact zeros."""
+    """Four digits of a number: 0 is exactly zero."""
     if value is None:
         return "-"
-    if isinstance(value, str | int):
-        return f"{value:,}" if isinstance(value, int) else value
-    if value == 0:
-        return "0"
-    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
@@ -91,24 +75,25 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
         rows.append([f"|d| at quantile {q}", *(number(s["quantiles"][q]) for s in summaries)])
     if found.trainer_gap is not None:
         rows.append(["max |exact score - trainer's own|", *(number(r.trainer_gap) for r in columns.values())])
-    parts: list[Part] = [Lines("Warning", found.warnings)] if found.warnings else []
-    parts.append(Grid("Mismatch", ("d = log-prob of the trainer - of the engine", *columns), rows))
+    parts: list[Part] = [Text("Warning", _list(found.warnings))] if found.warnings else []
+    parts.append(Text("Mismatch", _table(("d = log-prob of the trainer - of the engine", *columns), rows)))
     parts.append(Plot("How large, and where", "diagnosis", lambda: plots.diagnosis(found)))
     for key, name in (("by_probability", "token probability"), ("by_position", "position"), ("by_length", "length")):
         bins = [[number(row[c]) for c in _BIN_COLUMNS] for row in found.summary[key]]
-        parts.append(Grid(f"By {name}", _BIN_COLUMNS, bins))
+        parts.append(Text(f"By {name}", _table(_BIN_COLUMNS, bins)))
     worst = [
         [*(number(w[key]) for key in ("abs", "rollout_logprob", "trainer_logprob", "position")), _in_context(w, decode)]
         for w in found.worst
     ]
     header = ("|d|", "engine", "trainer", "position", "token, in context")
-    return [*parts, Grid("Largest differences", header, worst)]
+    return [*parts, Text("Largest differences", _table(header, worst))]
 
 
 def _in_context(w: dict[str, Any], decode: Decode | None) -> str:
     if decode is None or w["token_id"] < 0:
         return f"... {' '.join(map(str, w['context'][-4:]))} [{w['token_id']}]"
-    return f"{decode(w['context'])!r} -> {decode([w['token_id']])!r}"
+    text = f"{decode(w['context'])!r} -> {decode([w['token_id']])!r}"
+    return re.sub(r"([\\`*_<\[\]&])", r"\\\1", text)  # it may look like markdown
 
 
 _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
@@ -131,7 +116,7 @@ _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
     "C(r), A > 0": lambda a: a.contribution_means[0],
     "C(r), A < 0": lambda a: a.contribution_means[1],
 }
-_BRIEF = 8
+_BRIEF = 8  # columns of the first table
 
 
 def calibration(found: Calibration, snippets: dict[str, str]) -> list[Part]:
@@ -147,92 +132,84 @@ def calibration(found: Calibration, snippets: dict[str, str]) -> list[Part]:
     lines.append(f"chi2 of a sequence: {number(found.chi2_sequence)}; {star}")
     for family, (best, low, high) in (found.optima or {}).items():
         lines.append(f"{family}: best threshold {best}, 90 % of resamples within [{low}, {high}]")
-    rows = [[_cell(column(a)) for column in _COLUMNS.values()] for a in plots.ranked(found)]
+    names = list(_COLUMNS)
     return [
-        Lines("Verdict", lines),
+        Text("Verdict", _list(lines)),
         Plot("Alignment, thresholds and what is dropped", "calibration", lambda: plots.calibration(found)),
-        Grid("Candidates", tuple(_COLUMNS), rows, _BRIEF, verdict.recommended),
-        *(Code(framework, text) for framework, text in snippets.items()),
+        Text("Candidates", _candidates(found, names[:_BRIEF])),
+        Text("Candidates, in detail", _candidates(found, [names[0], *names[_BRIEF:]]), detail=True),
+        *(Text(framework, f"```\n{text}\n```") for framework, text in snippets.items()),
     ]
 
 
-def _cell(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else f"{value:.3f}"
+def _candidates(found: Calibration, names: list[str]) -> str:
+    rows = [[number(_COLUMNS[name](a)) for name in names] for a in plots.ranked(found)]
+    return _table(names, rows, found.verdict.recommended)
 
 
 def _interval(value: float, interval: tuple[float, float]) -> str:
-    value, low, high = (min(1.0, max(-1.0, v)) for v in (value, *interval))  # as cosines; the estimates may lie outside
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    cosines = [min(1.0, max(-1.0, v)) for v in (value, *interval)]  # the estimates may lie outside
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*cosines)
 
 
 # --- how it is shown -------------------------------------------------------------------------------------------------
 
 
+def _list(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(header: Sequence[str], rows: list[list[str]], chosen: str | None = None) -> str:
+    """A table. chosen: first cell of a row to mark."""
+    marked = [[f"**{row[0]}**", *row[1:]] if row[0] == chosen else row for row in rows]
+    return "\n".join(map(_row, [header, ["---"] * len(header), *marked]))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def markdown(parts: list[Part], picture: Callable[[Plot], str] = lambda plot: f"{plot.name}.png") -> str:
+    """The report as one text. picture: a plot -> its address, by default its name's PNG beside the text."""
+    bodies = [part.text if isinstance(part, Text) else f"![{part.title}]({picture(part)})" for part in parts]
+    return "\n\n".join(f"### {part.title}\n\n{body}" for part, body in zip(parts, bodies, strict=True)) + "\n"
+
+
 def show(console: Console, parts: list[Part]) -> None:
-    """Print a report's parts to a console."""
-    for part in parts:
-        match part:
-            case Grid(title, header, rows, brief, chosen):
-                table = Table(*header[:brief], title=title)
-                for row in rows:
-                    table.add_row(*row[:brief], style="bold green" if row[0] == chosen else None)
-                console.print(table)
-            case Lines(title, lines):
-                console.print(f"\n[bold]{title}[/bold]")
-                console.print("\n".join(lines), highlight=False, markup=False)
-            case Code(title, text):
-                console.print(f"\n[bold]{title}[/bold]")
-                console.print(text, highlight=False, markup=False)
+    """Print a report's parts, without its plots, to a console."""
+    shown: list[Part] = [part for part in parts if isinstance(part, Text) and not part.detail]
+    console.print(Markdown(markdown(shown)))
+
+
+def give(console: Console, title: str, parts: list[Part], target: Path | None, numbers: dict | None) -> None:
+    """Write the page, if there is a target; print the numbers as JSON, or the report if there are none."""
+    if target is not None:
+        target.write_text(page(title, parts))
+    if numbers is None:
+        show(console, parts)
+    else:
+        print(json.dumps(numbers))
 
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } div { overflow-x: auto }
+h1 { font-size: 1.5rem } h3 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100% }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem }
+table, pre { display: block; overflow-x: auto }
 td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
 td:first-child, th:first-child { text-align: left }
-tr.chosen { background: #e8f4e8 } img { max-width: 100% } pre { background: #f5f5f5; padding: .7rem; overflow-x: auto }
-p { border-left: 4px solid #3a7; padding: .3rem 1rem; background: #f4faf6 }
+pre { background: #f5f5f5; padding: .7rem }
+ul { border-left: 4px solid #3a7; padding: .3rem 2rem; background: #f4faf6 }
 """
 
 
 def page(title: str, parts: list[Part]) -> str:
     """A self-contained HTML page."""
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-    body = "".join(f"<h2>{html.escape(part.title)}</h2>{_html(part)}" for part in parts)
-    return f"{head}<style>{_STYLE}</style><body><h1>{html.escape(title)}</h1>{body}</body></html>"
+    name = html.escape(title)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(parts, _embedded))
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    return f"{head}<body><h1>{name}</h1>{body}</body></html>"
 
 
-def _html(part: Part) -> str:
-    def row(cells: Sequence[str], tag: str, kind: str = "") -> str:
-        return f"<tr{kind}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    match part:
-        case Grid(_, header, rows, _, chosen):
-            body = "".join(row(cells, "td", " class=chosen" if cells[0] == chosen else "") for cells in rows)
-            return f"<div><table>{row(header, 'th')}{body}</table></div>"
-        case Lines(_, lines):
-            return f"<p>{'<br>'.join(map(html.escape, lines))}</p>"
-        case Code(_, text):
-            return f"<pre>{html.escape(text)}</pre>"
-        case Plot(title, _, draw):
-            png = base64.b64encode(draw()).decode()
-            return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{png}">'
-
-
-def markdown(parts: list[Part]) -> str:
-    """Pictures are expected beside it, named after their plots."""
-    return "\n\n".join(f"### {part.title}\n\n{_markdown(part)}" for part in parts) + "\n"
-
-
-def _markdown(part: Part) -> str:
-    match part:
-        case Grid(_, header, rows):
-            lines = [header, ["---"] * len(header), *rows]
-            return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        case Lines(_, lines):
-            return "\n".join(f"- {line}" for line in lines)
-        case Code(_, text):
-            return f"```\n{text}\n```"
-        case Plot(title, name):
-            return f"![{title}]({name}.png)"
+def _embedded(plot: Plot) -> str:
+    return f"data:image/png;base64,{base64.b64encode(plot.draw()).decode()}"

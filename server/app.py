@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
 from .metrics import Metrics
 from .protocol import ClientGoneError, problem, reply
-from .service import ModelNotFoundError, Service, service
+from .service import ModelNotFoundError, Served, Service
 from .updates import ConflictError, WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
@@ -41,9 +42,9 @@ async def page() -> Response:
 
 @open_router.get("/health")
 @open_router.get("/ready")
-async def health(http: Request) -> Response:
+async def health(server: Served) -> Response:
     """200 while the engine's thread lives and the server takes requests."""
-    engine = service(http).engine
+    engine = server.engine
     if engine.draining:
         return problem(503, "the server is shutting down")
     if not engine.alive or engine.llm.failure is not None:
@@ -58,9 +59,9 @@ async def metrics(http: Request) -> Response:
 
 
 @router.get("/v1/contract")
-async def contract(http: Request) -> Response:
+async def contract(server: Served) -> Response:
     """The numerics contract: every choice that decides a bit, and its hash."""
-    found = service(http).llm.contract
+    found = server.llm.contract
     if found is None:
         return problem(404, "this server runs without the exact ops, so it has no contract")
     return reply({"hash": found.hash, "contract": asdict(found)})
@@ -85,7 +86,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = AsyncEngine(llm, max_waiting, found.observe_step)
         updates = WeightUpdates(engine, transfer_timeout)
-        app.state.service = found.service = Service(engine, updates, model_name, {"max_waiting": max_waiting})
+        app.state.service = found.service = Service(engine, updates, model_name)
         engine.start()
         yield
         updates.close()
@@ -115,7 +116,8 @@ class _ContractHeader:
     """Says on every reply which numerics made it."""
 
     def __init__(self, app, contract_hash: str):
-        self.app, self.header = app, (b"x-samebits-contract", contract_hash.encode())
+        self.app = app
+        self.header = (b"x-samebits-contract", contract_hash.encode())
 
     async def __call__(self, scope, receive, send) -> None:
         async def with_header(message) -> None:
@@ -126,19 +128,14 @@ class _ContractHeader:
         await self.app(scope, receive, with_header)
 
 
-_STATUS: dict[type[Exception], int] = {
-    ValueError: 400,
-    TypeError: 400,
-    OSError: 400,  # files that a request names
-    PermissionError: 403,
-    ModelNotFoundError: 404,
-    ConflictError: 409,
-    UnavailableError: 503,
-    WeightUpdateError: 400,
-    NumericsError: 400,
-    TransferError: 500,
-    GenerationError: 500,
-    ClientGoneError: 499,
+_STATUS: dict[int, tuple[type[Exception], ...]] = {
+    400: (ValueError, TypeError, OSError, WeightUpdateError, NumericsError),  # OSError: files that a request names
+    403: (PermissionError,),
+    404: (ModelNotFoundError,),
+    409: (ConflictError,),
+    499: (ClientGoneError,),
+    500: (TransferError, GenerationError),
+    503: (UnavailableError,),
 }
 
 
@@ -152,13 +149,15 @@ def _add_error_replies(app: FastAPI) -> None:
         assert isinstance(error, StarletteHTTPException)
         return problem(error.status_code, str(error.detail), dict(error.headers or {}))
 
-    async def failed(http: Request, error: Exception) -> Response:
-        known = next((kind for kind in type(error).__mro__ if kind in _STATUS), None)
-        status = _STATUS[known] if known else 500  # type: ignore[index]
-        message = str(error) if known else f"{type(error).__name__}: {error}"
-        return problem(status, message, {"Retry-After": "1"} if status == 503 else None)
+    async def known(status: int, http: Request, error: Exception) -> Response:
+        return problem(status, str(error), {"Retry-After": "1"} if status == 503 else None)
+
+    async def unknown(http: Request, error: Exception) -> Response:
+        return problem(500, f"{type(error).__name__}: {error}")
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(StarletteHTTPException, refused)
-    for kind in (*_STATUS, Exception):
-        app.add_exception_handler(kind, failed)
+    app.add_exception_handler(Exception, unknown)
+    for status, kinds in _STATUS.items():
+        for kind in kinds:
+            app.add_exception_handler(kind, functools.partial(known, status))

@@ -7,11 +7,13 @@ call, so that the loop wakes once a step, however many requests run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,24 +46,18 @@ class GenerateRequest:
 
 
 class Generation:
-    """The engine requests of one call, and the way back of their outputs."""
+    """The engine requests of one call, and the way back of their outputs. sizes: id of each -> its samples."""
 
-    def __init__(self, engine: AsyncEngine, request_id: str):
-        self.engine, self.request_id = engine, request_id
-        self.requests: list[Request] = []
-        self.index: dict[str, int] = {}
-        self.unfinished: set[str] = set()
+    def __init__(self, engine: AsyncEngine, request_id: str, sizes: dict[str, int]):
+        self.engine = engine
+        self.request_id = request_id
+        self.index = {name: i for i, name in enumerate(sizes)}
+        self.unfinished = dict(sizes)
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-    def admit(self, requests: list[Request]) -> None:
-        """Take note of the requests that the engine thread made of this."""
-        self.requests = requests
-        self.index = {r.request_id: i for i, r in enumerate(requests)}
-        self.unfinished = set(self.index)
 
     async def outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
         """(index of the request, output), as many at a time as have come."""
-        left = len(self.requests)
+        left = len(self.index)
         while left:
             items = [await self.queue.get()]
             while not self.queue.empty():
@@ -78,11 +74,12 @@ class Generation:
         last: dict[int, RequestOutput] = {}
         async for outputs in self.outputs():
             last.update(outputs)
-        return [last[i] for i in range(len(self.requests))]
+        return [last[i] for i in range(len(self.index))]
 
     def close(self) -> None:
         """Nobody waits any more: what still runs is aborted."""
-        self.engine.forget(self)
+        if self.unfinished:
+            self.engine.abort_all([self])
 
 
 class AsyncEngine:
@@ -94,17 +91,18 @@ class AsyncEngine:
     def __init__(self, llm: LLM, max_waiting: int = 1024, on_step: Callable[[float], None] = lambda seconds: None):
         self.llm = llm
         self.tokenization = Tokenization(llm)
+        self.max_waiting = max_waiting
         self.capacity = llm.config.max_num_seqs * llm.config.replicas + max_waiting
         self.on_step = on_step
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
-        self.finished: dict[str, int] = {}  # finish_reason -> samples
+        self.finished: Counter[str] = Counter()  # samples by finish_reason
         self.num_sequences = 0  # admitted and unfinished
         self.refusal: str | None = None  # why new requests are turned away
         self.draining = False
         self.pause_mode: str | None = None
         self.paused = threading.Event()
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -123,7 +121,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End the engine thread; wait for it for at most ten seconds."""
         self._stopping = True
-        self._command(lambda: None)
+        self.call(lambda llm: None)
         await asyncio.to_thread(self._thread.join, 10)
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
@@ -156,12 +154,8 @@ class AsyncEngine:
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._commands.empty():
             wait = False
-            try:
+            with contextlib.suppress(queue.Empty):  # a look at the replicas
                 self._commands.get(timeout=IDLE)()
-            except queue.Empty:  # a look at the replicas
-                pass
-            except Exception:  # the thread must live
-                logger.exception("a command of the server failed")
 
     def _fail_all(self, error: BaseException) -> None:
         """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
@@ -175,25 +169,22 @@ class AsyncEngine:
             logger.exception("the engine could not be cleared")
         self.loop.call_soon_threadsafe(self._deliver_failure, error)
 
-    def _command(self, function: Callable[[], object]) -> None:
-        """Has the engine's thread run it between two steps."""
-        self._commands.put(function)
-        self.llm.engine.wake()
-
-    def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
-        """Runs function(llm) in the engine's thread between two steps."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(self.llm))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._command(run)
-        return asyncio.wrap_future(future)
+    def _add(self, generation: Generation, requests: list[Request]) -> None:
+        try:
+            for request in requests:
+                self.llm.add_request(request)
+        except Exception as error:
+            logger.exception("a checked request was not admitted")
+            self.loop.call_soon_threadsafe(self._end, generation, error)
 
     # --- the event loop ---------------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[LLM], T]) -> Awaitable[T]:
+        """Have the engine's thread run function(llm) between two steps."""
+        future: Future[T] = Future()
+        self._commands.put(lambda: fulfil(future, function, self.llm))
+        self.llm.engine.wake()
+        return asyncio.wrap_future(future)
 
     async def submit(self, requests: Sequence[GenerateRequest], request_id: str) -> Generation:
         """Admits all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
@@ -211,20 +202,20 @@ class AsyncEngine:
         names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
         if request_id in self.generations or any(name in self.by_engine_id for name in names):
             raise ValueError(f"request_id {request_id!r} is in use")
-        generation = Generation(self, request_id)
+        sizes = {name: request.params.n for name, request in zip(names, requests, strict=True)}
+        generation = Generation(self, request_id, sizes)
         self.generations[request_id] = generation  # claims the ids and the room while prompts are tokenised
         self.by_engine_id.update(dict.fromkeys(names, generation))
         self.num_sequences += count
         self._idle.clear()
         try:
-            generation.admit(await asyncio.gather(*map(self._checked, requests, names)))
+            checked = await asyncio.gather(*map(self._checked, requests, names))
         except BaseException:
-            self.num_sequences -= count
             for name in names:
-                del self.by_engine_id[name]
-            self._forget_generation(request_id)
+                self._release(name)
             raise
-        self._command(lambda: self._add(generation))
+        if generation.unfinished:  # or a step failed meanwhile, and with it this
+            self.call(lambda llm: self._add(generation, checked))
         return generation
 
     async def _checked(self, request: GenerateRequest, name: str) -> Request:
@@ -232,25 +223,16 @@ class AsyncEngine:
         prompt: dict[str, Any] = {key: request.prompt}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        arguments = prompt, request.params, name, self.tokenization.processor
+        arguments = (prompt, request.params, name, self.tokenization.processor)
         if len(request.prompt) <= INLINE_PROMPT:
             return self.llm.process(*arguments)
         self.tokenization.check_length(request.prompt)
         return await self.tokenization.in_thread(self.llm.process, *arguments)
 
-    def _add(self, generation: Generation) -> None:
-        try:
-            for request in generation.requests:
-                self.llm.add_request(request)
-        except Exception as error:
-            logger.exception("a checked request was not admitted")
-            self.loop.call_soon_threadsafe(self._end, generation, error)
-
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             generation = self.by_engine_id.get(output.request_id)
-            for reason in (c.finish_reason for c in output.completions if c.finish_reason):
-                self.finished[reason] = self.finished.get(reason, 0) + 1
+            self.finished.update(c.finish_reason for c in output.completions if c.finish_reason)
             if output.finished:
                 self._release(output.request_id)
             if generation is not None:
@@ -260,13 +242,9 @@ class AsyncEngine:
         generation = self.by_engine_id.pop(engine_id, None)
         if generation is None:
             return
-        self.num_sequences -= generation.requests[generation.index[engine_id]].params.n
-        generation.unfinished.discard(engine_id)
+        self.num_sequences -= generation.unfinished.pop(engine_id)
         if not generation.unfinished:
-            self._forget_generation(generation.request_id)
-
-    def _forget_generation(self, request_id: str) -> None:
-        del self.generations[request_id]
+            del self.generations[generation.request_id]
         if not self.generations:
             self._idle.set()
 
@@ -279,23 +257,17 @@ class AsyncEngine:
             self._release(engine_id)
         generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))
 
-    def forget(self, generation: Generation) -> None:
-        """Abort what is unfinished of a generation that nobody waits for."""
-        ids = list(generation.unfinished)
-        if ids:
-            self._command(lambda: self._abort(ids))
-
-    def _abort(self, engine_ids: Sequence[str]) -> int:
-        return sum(self.llm.abort(i) for i in engine_ids)
+    def abort_all(self, generations: Iterable[Generation]) -> Awaitable[int]:
+        """End what is unfinished of these calls, with what it has. Await the number of requests that were ended."""
+        ids = sorted(set().union(*(g.unfinished for g in generations)))
+        return self.call(lambda llm: sum(map(llm.abort, ids)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends these requests, or all (None), with finish_reason "abort" and what they have; returns how many."""
         if request_ids is None:
-            ids = list(self.by_engine_id)
-        else:
-            found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
-            ids = [e for g in {id(g): g for g in found if g}.values() for e in g.unfinished]
-        return await self.call(lambda llm: self._abort(ids))
+            return await self.abort_all(self.generations.values())
+        found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
+        return await self.abort_all(g for g in found if g)
 
     async def pause(self, mode: str, refuse: bool) -> None:
         """Stops between two steps; returns when nothing runs.
@@ -325,7 +297,8 @@ class AsyncEngine:
 
     async def drain(self, deadline: float) -> None:
         """Takes no more requests; lets the rest finish for `deadline` seconds, then aborts it."""
-        self.draining, self.refusal = True, "the server is shutting down"
+        self.draining = True
+        self.refusal = "the server is shutting down"
         if self.paused.is_set():
             deadline = 0
         try:
@@ -334,3 +307,13 @@ class AsyncEngine:
             logger.warning("aborting %d requests at the deadline", len(self.by_engine_id))
             await self.abort()
             await self._idle.wait()
+
+
+def fulfil(future: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Give a future what a function returns or raises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)

@@ -17,7 +17,8 @@ class Guard:
     """
 
     def __init__(self, api_key: str | None = None, admin_key: str | None = None):
-        self.api_key, self.admin_key = api_key, admin_key
+        self.api_key = api_key
+        self.admin_key = admin_key
 
     def check_api(self, request: Request) -> None:
         """Raise a 401 unless the request has the API key or the admin key."""

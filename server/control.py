@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import Field
 
-from ..engine.weights import DEFAULT_GROUP_NAME, parse_specs
+from ..engine import LLM
 from .protocol import Body, FastRoute, reply
-from .service import LOGPROBS_MODE, service
-from .sglang_control import InitGroupBody, done
+from .service import LOGPROBS_MODE, Served
+from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -31,14 +31,10 @@ class InitTransferBody(Body):
     init_info: InitGroupBody
 
 
-class UpdateInfo(Body):
-    """The tensors that a broadcast brings, in order."""
+class UpdateInfo(Manifest):
+    """The manifest of a broadcast in vLLM's words."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP_NAME
-    bucket_bytes: int | None = None
+    dtypes: list[str] = Field(alias="dtype_names")
 
 
 class UpdateBody(Body):
@@ -46,13 +42,7 @@ class UpdateBody(Body):
 
     update_info: UpdateInfo | None = None
     weight_dir: str | None = None
-    weight_version: str | int | None = None
-
-
-class FinishBody(Body):
-    """The label of the version that an update makes."""
-
-    weight_version: str | int | None = None
+    weight_version: Label | None = None
 
 
 class VersionBody(Body):
@@ -69,47 +59,42 @@ class CheckerBody(Body):
     baseline: dict[str, str] = Field(default_factory=dict)
 
 
-def _label(value: str | int | None) -> str | None:
-    return None if value is None else str(value)
-
-
 # --- pausing ----------------------------------------------------------------------------------------------------------
 
 
 @control.post("/pause")
-async def pause(http: Request, mode: PauseMode = "abort", clear_cache: bool = True):
+async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = True):
     """Stops between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
-    await service(http).engine.pause(mode, refuse=mode != "keep")
+    await server.engine.pause(mode, refuse=mode != "keep")
     return reply({"status": "paused"})
 
 
 @control.post("/resume")
-async def resume(http: Request):
+async def resume(server: Served):
     """Resume generation after a pause. 409 in the middle of a weight update."""
-    server = service(http)
     server.updates.check_resumable()
     await server.engine.resume()
     return reply({"status": "resumed"})
 
 
 @router.get("/is_paused")
-async def is_paused(http: Request):
+async def is_paused(server: Served):
     """Say whether generation is paused."""
-    return reply({"is_paused": service(http).engine.paused.is_set()})
+    return reply({"is_paused": server.engine.paused.is_set()})
 
 
 @control.post("/inference/v1/abort_requests")
 @control.post("/abort_requests")
-async def abort_requests(http: Request, body: AbortRequestsBody | None = None):
+async def abort_requests(server: Served, body: AbortRequestsBody | None = None):
     """Ends requests by their ids; an empty list ends all."""
     ids = (body or AbortRequestsBody()).request_ids
-    return reply({"status": "aborted", "aborted": await service(http).engine.abort(ids or None)})
+    return reply({"status": "aborted", "aborted": await server.engine.abort(ids or None)})
 
 
 @control.post("/reset_prefix_cache")
-async def reset_prefix_cache(http: Request, reset_running_requests: bool = False):
+async def reset_prefix_cache(server: Served, reset_running_requests: bool = False):
     """Forget all cached prefixes; on request, of running requests, too."""
-    await service(http).engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
+    await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
     return reply({"success": True})
 
 
@@ -117,7 +102,7 @@ async def reset_prefix_cache(http: Request, reset_running_requests: bool = False
 
 
 @control.post("/init_weight_transfer_engine")
-async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
+async def init_weight_transfer_engine(body: InitTransferBody, server: Served):
     """Joins a torch process group (`backend`: "gloo" or "nccl") whose rank 0 will send weights.
 
     vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
@@ -126,50 +111,26 @@ async def init_weight_transfer_engine(body: InitTransferBody, http: Request):
     extra = info.model_extra or {}
     if "backend" not in info.model_fields_set or extra.get("nccl_unique_id_b64") or extra.get("packed"):
         raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
-    where = info.master_address, info.master_port, info.rank_offset, info.world_size, info.backend
-    await service(http).updates.join(info.group_name, *where)
-    return done(f"joined weight group {info.group_name!r} as rank {info.rank_offset} of {info.world_size}")
-
-
-@control.post("/shutdown_weight_transfer_engine")
-async def shutdown_weight_transfer_engine(http: Request):
-    """Leave the process group of the weight transfer."""
-    await service(http).updates.leave(DEFAULT_GROUP_NAME)
-    return done("left the weight group")
-
-
-@control.post("/start_weight_update")
-async def start_weight_update(http: Request, body: Body | None = None):
-    """Tensors that come from now on are put in force by /finish_weight_update, together."""
-    await service(http).updates.begin()
-    return done("weight update started")
+    return await init_weights_update_group(info, server)
 
 
 @control.post("/update_weights")
-async def update_weights(body: UpdateBody, http: Request):
+async def update_weights(body: UpdateBody, server: Served):
     """Receives tensors over the group, or loads the checkpoint directory `weight_dir`."""
-    updates = service(http).updates
-    if (body.update_info is None) == (body.weight_dir is None):
-        raise ValueError("give either update_info or weight_dir")
-    if body.update_info is None:
-        return done(await updates.load(body.weight_dir or "", _label(body.weight_version)))
+    updates = server.updates
     info = body.update_info
-    manifest = parse_specs(info.names, info.dtype_names, info.shapes)
-    return done(await updates.receive(info.group_name, manifest, info.bucket_bytes, _label(body.weight_version)))
-
-
-@control.post("/finish_weight_update")
-async def finish_weight_update(http: Request, body: FinishBody | None = None):
-    """Put the weights of the update that was begun into force."""
-    server = service(http)
-    await server.updates.finish(_label((body or FinishBody()).weight_version))
-    return done(f"version {server.updates.label!r} is in force", weight_version=server.updates.label)
+    if info is not None and body.weight_dir is None:
+        message = await updates.receive(info.group_name, info.specs(), info.bucket_bytes, body.weight_version)
+    elif info is None and body.weight_dir is not None:
+        message = await updates.load(body.weight_dir, body.weight_version)
+    else:
+        raise ValueError("give either update_info or weight_dir")
+    return done(message)
 
 
 @control.post("/update_weight_version")
-async def update_weight_version(body: VersionBody, http: Request):
+async def update_weight_version(body: VersionBody, server: Served):
     """Renames the version in force."""
-    server = service(http)
     if body.abort_all_requests:
         await server.engine.abort()
     server.updates.relabel(body.new_version)
@@ -177,9 +138,8 @@ async def update_weight_version(body: VersionBody, http: Request):
 
 
 @router.get("/weight_info")
-async def weight_info(http: Request):
+async def weight_info(server: Served):
     """The weight version's label, the number of updates, and the groups that could receive weights."""
-    server = service(http)
     groups = [name for name in server.updates.groups if server.llm.worker_engine.workers.has_weight_group(name)]
     return reply({
         "weight_version": server.updates.label,
@@ -189,16 +149,15 @@ async def weight_info(http: Request):
 
 
 @control.post("/weight_checker")
-async def weight_checker(body: CheckerBody, http: Request):
+async def weight_checker(body: CheckerBody, server: Served):
     """checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset: drops the
     weights, so that nothing can be served before an update has brought all of them."""
-    server = service(http)
     if body.action == "reset":
         await server.engine.call(lambda llm: llm.release_memory(["weights"]))
         return reply({"status": "reset"})
     if not server.llm.has_weights:
         raise ValueError("the weights are dropped: wake the engine up, or update them")
-    found = await server.engine.call(lambda llm: llm.weight_checksums())
+    found = await server.engine.call(LLM.weight_checksums)
     if body.action == "checksum":
         return reply({"checksums": found})
     names = sorted(found.keys() | body.baseline.keys())
@@ -210,18 +169,16 @@ async def weight_checker(body: CheckerBody, http: Request):
 
 
 @control.post("/sleep")
-async def sleep(http: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
+async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
     """Pauses, then frees the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
-    server = service(http)
     await server.engine.pause(mode, refuse=mode != "keep")
     freed = await server.engine.call(lambda llm: llm.sleep(level)) if level else 0
     return reply({"status": "asleep", "level": level, "freed_bytes": freed})
 
 
 @control.post("/wake_up")
-async def wake_up(http: Request, tags: Annotated[list[str] | None, Query()] = None):
+async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = None):
     """Takes back what the tags name (weights, kv_cache), or all; goes on when nothing is missing."""
-    server = service(http)
     memory = [t for t in tags or ["weights", "kv_cache"] if t != "scheduling"]
     await server.engine.call(lambda llm: llm.wake_up(memory))
     asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)
@@ -231,9 +188,8 @@ async def wake_up(http: Request, tags: Annotated[list[str] | None, Query()] = No
 
 
 @router.get("/is_sleeping")
-async def is_sleeping(http: Request):
+async def is_sleeping(server: Served):
     """Say whether weights or KV cache are released."""
-    server = service(http)
     return reply({"is_sleeping": not server.llm.ready})
 
 
@@ -241,26 +197,24 @@ async def is_sleeping(http: Request):
 
 
 @router.get("/get_world_size")
-async def get_world_size(http: Request, include_dp: bool = True):
+async def get_world_size(server: Served, include_dp: bool = True):
     """Ranks that this server takes in a weight group; without include_dp, those of one replica."""
-    llm = service(http).llm
+    llm = server.llm
     return reply({"world_size": llm.world_size if include_dp else llm.config.pipeline_parallel_size})
 
 
 @router.get("/get_server_info")
 @router.get("/server_info")
-async def server_info(http: Request, config_format: Literal["text", "json"] = "text"):
+async def server_info(server: Served, config_format: Literal["text", "json"] = "text"):
     """Both dialects' server information, and what log-probs mean here."""
-    server = service(http)
-    llm, config = server.llm, server.llm.config
+    llm = server.llm
+    config = llm.config
     load = server.load()
-    vllm_config: dict[str, Any] = {
+    limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
+    vllm_config = {
         "model_config": {"model": server.model_name, "dtype": config.dtype, "max_model_len": llm.max_model_len},
-        "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load["kv_blocks_total"]},
-        "scheduler_config": {
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-        },
+        "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load.kv_blocks_total},
+        "scheduler_config": limits,
         "weight_transfer_config": {"backend": "gloo"},
     }
     return reply({
@@ -278,6 +232,6 @@ async def server_info(http: Request, config_format: Literal["text", "json"] = "t
         "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash,
         "engine": "samebits",
-        "stats": asdict(llm.stats()),
-        **server.settings,
+        "max_waiting": server.engine.max_waiting,
+        "stats": asdict(load),
     })  # fmt: skip

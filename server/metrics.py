@@ -26,25 +26,22 @@ class Metrics:
         """The gauges and counters as of now."""
         if self.service is None:
             return
-        load, engine = self.service.load(), self.service.engine
-        usage = load["kv_blocks_used"] / load["kv_blocks_total"]
-        gauges = {
-            "requests_running": ("Sequences that run", load["num_running"]),
-            "requests_waiting": ("Sequences that wait", load["num_waiting"]),
-            "kv_cache_usage_ratio": ("Part of the KV cache in use", usage),
-            "weight_version": ("Weight updates so far", load["weight_version"]),
-            "paused": ("1 while generation is paused", engine.paused.is_set()),
-        }
-        counters = {
-            "prompt_tokens": ("Prompt tokens computed", load["prompt_tokens_computed"]),
-            "generation_tokens": ("Tokens sampled", load["generation_tokens"]),
-            "prefix_cache_hit_tokens": ("Prompt tokens found in the prefix cache", load["prefix_hit_tokens"]),
-            "preemptions": ("Sequences whose KV was taken for others", load["preemptions"]),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"samebits_{name}", text, float(value))
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"samebits_{name}", text, float(value))
+        load = self.service.load()
+        engine = self.service.engine
+        usage = load.kv_blocks_used / load.kv_blocks_total
+        rows = (
+            (GaugeMetricFamily, "requests_running", "Sequences that run", load.num_running),
+            (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
+            (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
+            (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
+            (GaugeMetricFamily, "paused", "1 while generation is paused", engine.paused.is_set()),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
+            (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
+            (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),
+            (CounterMetricFamily, "preemptions", "Sequences whose KV was taken for others", load.preemptions),
+        )
+        for family, name, text, value in rows:
+            yield family(f"samebits_{name}", text, float(value))
         finished = CounterMetricFamily("samebits_samples_finished", "Samples by finish reason", labels=["reason"])
         for reason, count in sorted(engine.finished.items()):
             finished.add_metric([reason], count)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+import uuid
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -10,22 +12,20 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams
-from .async_engine import GenerateRequest, Generation
+from .async_engine import GenerateRequest
 from .protocol import (
     STREAMING,
     Body,
     FastRoute,
     RequestId,
     Sampling,
+    answer,
     finite,
-    new_id,
-    output_kind,
     reply,
-    run,
-    stream,
+    usage,
     version_spans,
 )
-from .service import Service, service
+from .service import Served, Service
 
 router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
 
@@ -37,34 +37,25 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class _Common(Sampling):
+class _Call(Body):
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0)
     stream: bool | None = False
+    cache_salt: str | None = Field(default=None, min_length=1)
+    request_id: RequestId | None = None
+
+
+class _Common(_Call, Sampling):
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_weight_versions: bool | None = False
-    cache_salt: str | None = Field(default=None, min_length=1)
-    request_id: RequestId | None = None
-
-    def all_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        names = ("min_tokens", "seed", "include_stop_str_in_output", "prompt_logprobs")
-        own = {name: getattr(self, name) for name in names}
-        return self.params(
-            max_tokens=max_tokens, logprobs=logprobs or None, output_kind=output_kind(self.stream), **own
-        )
 
 
 class CompletionRequest(_Common):
     """The body of `/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
     add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0)
 
@@ -74,6 +65,7 @@ class ChatRequest(_Common):
 
     messages: list[dict[str, Any]]
     input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
+    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
@@ -89,25 +81,17 @@ class ChatRequest(_Common):
 class TokensSampling(Sampling):
     """The sampling parameters of `/inference/v1/generate`."""
 
-    max_tokens: int | None = 16
-    min_tokens: int | None = None
-    seed: int | None = None
     logprobs: int | None = Field(default=None, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    include_stop_str_in_output: bool | None = None
     output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
     detokenize: bool | None = None
 
 
-class TokensRequest(Body):
+class TokensRequest(_Call):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
     token_ids: list[int]
     sampling_params: TokensSampling = TokensSampling()
-    model: str | None = None
-    stream: bool | None = False
-    request_id: RequestId | None = None
-    cache_salt: str | None = Field(default=None, min_length=1)
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None
 
@@ -136,54 +120,75 @@ class DetokenizeRequest(Body):
 class _Writer:
     """Writes one call's choices, whole or as chunks."""
 
-    def __init__(self, server: Service, body: _Common, request_id: str):
-        self.server, self.body = server, body
+    def __init__(self, server: Service, body: _Common, n: int, request_id: str):
+        self.server = server
+        self.body = body
+        self.n = n
         self.chat = isinstance(body, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{request_id}"
         self.created = int(time.time())
-        self.offsets: dict[int, int] = {}  # choice -> characters of its logprobs' tokens so far
-        self.begun: set[int] = set()
+        self.offsets: dict[int, int] = {}  # choice that has begun -> characters of its logprobs' tokens so far
+        self.prompt_tokens: dict[int, int] = {}  # by request
         self.completion_tokens = 0
 
-    def envelope(self, choices: list[dict], chunk: bool) -> dict:
-        kind = "chat.completion" + ".chunk" * chunk if self.chat else "text_completion"
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        choices: list[dict] = []
+        for index, output in enumerate(outputs):
+            choices += [self.choice(index, output, c) for c in output.completions]
+        of_prompt = self.of_prompt(outputs[0]) if self.chat else {}
+        return self.envelope(choices) | of_prompt | {"usage": self.usage()}
+
+    def events(self, index: int, output: RequestOutput) -> Iterable[dict]:
+        for c in output.completions:
+            of_prompt = self.of_prompt(output) if self.chat and not self.offsets else {}
+            yield self.envelope([self.choice(index, output, c)]) | of_prompt
+
+    def last(self) -> Iterable[dict]:
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield self.envelope([]) | {"usage": self.usage()}
+
+    def envelope(self, choices: list[dict]) -> dict:
+        kind = "chat.completion" + ".chunk" * bool(self.body.stream) if self.chat else "text_completion"
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.server.model_name,
-            "system_fingerprint": self.server.fingerprint,
+            "system_fingerprint": f"samebits-{self.server.contract_hash or 'inexact'}",
             "weight_version": self.server.updates.label,
             "choices": choices,
         }
 
-    def usage(self, prompt_tokens: int) -> dict:
-        total = prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+    def usage(self) -> dict:
+        return usage(sum(self.prompt_tokens.values()), self.completion_tokens)
 
-    def choice(self, first: int, output: RequestOutput, c: Completion, chunk: bool) -> dict:
-        """first: index of the request's first choice among all of the call."""
-        body, index = self.body, first + c.index
+    def choice(self, request: int, output: RequestOutput, c: Completion) -> dict:
+        """A choice, or what is new of it. request: its index among all of the call."""
+        body = self.body
+        index = request * self.n + c.index
+        begins = index not in self.offsets
+        self.offsets.setdefault(index, 0)
+        self.prompt_tokens[request] = len(output.prompt_token_ids)
         self.completion_tokens += len(c.token_ids)
-        text = c.text if c.text is not None else ""
-        new = index not in self.begun
-        self.begun.add(index)
-        content = {"role": "assistant", "content": text} if new or not chunk else {"content": text}
         found: dict[str, Any] = {"index": index}
-        found |= ({"delta" if chunk else "message": content}) if isinstance(body, ChatRequest) else {"text": text}
+        if self.chat:
+            role = {"role": "assistant"} if begins else {}
+            found["delta" if body.stream else "message"] = {**role, "content": c.text or ""}
+        else:
+            found["text"] = c.text or ""
         found |= {"logprobs": self.logprobs(index, c), "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
         if body.return_weight_versions:
             found["weight_versions"] = version_spans(c, self.server.updates.label_of)
         if isinstance(body, ChatRequest):
-            if body.return_prompt_token_ids and (new or not chunk):
+            if body.return_prompt_token_ids and begins:
                 found["prompt_token_ids"] = output.prompt_token_ids
             if body.return_token_ids:
                 found["response_token_ids"] = c.token_ids
             if body.return_meta_info:
                 found["meta_info"] = {"id": self.id, "weight_version": self.server.updates.label_of(c.weight_version)}
-        elif new or not chunk:
+        elif begins:
             found |= self.of_prompt(output)
         return found
 
@@ -202,40 +207,33 @@ class _Writer:
     def logprobs(self, index: int, c: Completion) -> dict | None:
         body = self.body
         tops = c.top_logprobs or [{}] * len(c.token_ids)
-        if isinstance(body, ChatRequest):
-            if not body.logprobs:
-                return None
+        if isinstance(body, ChatRequest) and body.logprobs:
             rows = zip(c.token_ids, c.logprobs, tops, strict=True)
-            return {"content": [self._entry(t, lp) | {"top_logprobs": self._entries(top)} for t, lp, top in rows]}
+            return {"content": [self.entry(t, lp) | {"top_logprobs": self.entries(top)} for t, lp, top in rows]}
         if not isinstance(body, CompletionRequest) or body.logprobs is None:
             return None
         names = [self.name(t) for t in c.token_ids]
-        offsets = [self.offsets.get(index, 0)]
-        for name in names:
-            offsets.append(offsets[-1] + len(name))
-        self.offsets[index] = offsets.pop()
+        *starts, self.offsets[index] = itertools.accumulate(map(len, names), initial=self.offsets[index])
         own = zip(names, c.logprobs, tops, strict=True)
         return {
             "tokens": names,
             "token_logprobs": [finite(lp) for lp in c.logprobs],
-            "top_logprobs": [
-                {n: finite(lp), **{self.name(t): finite(v) for t, v in top.items()}} for n, lp, top in own
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [{n: finite(lp)} | {self.name(t): finite(v) for t, v in top.items()} for n, lp, top in own],
+            "text_offset": starts,
         }
 
-    def _entry(self, token_id: int, logprob: float) -> dict:
+    def entry(self, token_id: int, logprob: float) -> dict:
         name = self.name(token_id)
         return {"token": name, "logprob": finite(logprob), "bytes": list(name.encode())}
 
-    def _entries(self, top: dict[int, float]) -> list[dict]:
-        return [self._entry(t, lp) for t, lp in top.items()]
+    def entries(self, top: dict[int, float]) -> list[dict]:
+        return [self.entry(t, lp) for t, lp in top.items()]
 
 
-def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]:
+def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None] | None:
     """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}, None for the first."""
-    assert output.prompt_logprobs is not None and output.prompt_ranks is not None
-    assert output.prompt_top_logprobs is not None
+    if output.prompt_logprobs is None or output.prompt_ranks is None or output.prompt_top_logprobs is None:
+        return None
     columns = (output.prompt_token_ids, output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs)
     rows: list[dict | None] = []
     for token, logprob, rank, top in zip(*columns, strict=True):
@@ -247,52 +245,39 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]
     return [None, *rows[1:]]
 
 
-async def _answer(http: Request, body: _Common, prompts: list[str | list[int]], params: SamplingParams):
-    server = service(http)
+async def _answer(
+    http: Request, server: Service, body: _Common, prompts: list[str | list[int]], params: SamplingParams
+):
     server.check_model(body.model)
-    request_id = new_id(body.request_id)
+    request_id = body.request_id or uuid.uuid4().hex
+    writer = _Writer(server, body, params.n, request_id)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
-    writer = _Writer(server, body, request_id)
-    if not body.stream:
-        _, outputs = await run(http, server.engine, requests, request_id)
-        choices = [writer.choice(i * params.n, o, c, False) for i, o in enumerate(outputs) for c in o.completions]
-        whole = writer.envelope(choices, False) | (writer.of_prompt(outputs[0]) if writer.chat else {})
-        return reply(whole | {"usage": writer.usage(sum(len(o.prompt_token_ids) for o in outputs))})
-
-    def events(generation: Generation, index: int, output: RequestOutput) -> Iterable[dict]:
-        for c in output.completions:
-            of_prompt = writer.of_prompt(output) if writer.chat and not writer.begun else {}
-            yield writer.envelope([writer.choice(index * params.n, output, c, True)], True) | of_prompt
-
-    def last(generation: Generation) -> Iterable[dict]:
-        if body.stream_options and body.stream_options.include_usage:
-            prompt_tokens = sum(len(r.prompt_token_ids) for r in generation.requests)
-            yield writer.envelope([], True) | {"usage": writer.usage(prompt_tokens)}
-
-    return await stream(server.engine, requests, request_id, events, last)
+    return await answer(
+        http, server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last
+    )
 
 
 @router.post("/v1/completions", responses=STREAMING)
-async def completions(body: CompletionRequest, http: Request):
+async def completions(body: CompletionRequest, http: Request, server: Served):
     """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
-    params = body.all_params(body.max_tokens, body.logprobs)
+    params = body.params(body.stream, logprobs=body.logprobs or None)
     given: list = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     prompts = [given] if given and isinstance(given[0], int) else given
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one prompt")
     if not body.add_special_tokens:
-        encode = service(http).engine.tokenization
+        encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
-    return await _answer(http, body, prompts, params)
+    return await _answer(http, server, body, prompts, params)
 
 
 @router.post("/v1/chat/completions", responses=STREAMING)
-async def chat_completions(body: ChatRequest, http: Request):
+async def chat_completions(body: ChatRequest, http: Request, server: Served):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.all_params(limit, body.top_logprobs if body.logprobs else None)  # None: all that there is room for
+    params = body.params(body.stream, max_tokens=limit, logprobs=body.top_logprobs or None)  # no limit: all that fits
     ids = body.input_ids
     if ids is None:
         template = {
@@ -300,10 +285,10 @@ async def chat_completions(body: ChatRequest, http: Request):
             "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
             "continue_final_message": body.continue_final_message,
         }
-        ids = await service(http).engine.tokenization.chat(
+        ids = await server.engine.tokenization.chat(
             body.messages, **template | _template_kwargs(body.chat_template_kwargs)
         )
-    return await _answer(http, body, [ids], params)
+    return await _answer(http, server, body, [ids], params)
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -317,14 +302,13 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @router.post("/inference/v1/generate", responses=STREAMING)
-async def inference_generate(body: TokensRequest, http: Request):
+async def inference_generate(body: TokensRequest, http: Request, server: Served):
     """Token ids in, token ids out."""
-    server, sampling = service(http), body.sampling_params
     server.check_model(body.model)
-    own = ("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "include_stop_str_in_output")
-    more = {name: getattr(sampling, name) for name in own}
-    params = sampling.params(**more, detokenize=bool(sampling.stop), output_kind=output_kind(body.stream))
-    request_id = new_id(body.request_id)
+    sampling = body.sampling_params
+    params = sampling.params(body.stream, detokenize=bool(sampling.stop))
+    request_id = body.request_id or uuid.uuid4().hex
+    begun: set[str] = set()
 
     def choice(c: Completion) -> dict:
         return {
@@ -338,57 +322,47 @@ async def inference_generate(body: TokensRequest, http: Request):
             "sampling_mask": None,
         }
 
-    def envelope(output: RequestOutput, first: bool) -> dict:
-        scores = None if output.prompt_logprobs is None else prompt_logprobs(server, output)
+    def envelope(output: RequestOutput) -> dict:
         return {
             "request_id": request_id,
             "model": server.model_name,
             "choices": [choice(c) for c in output.completions],
-            "prompt_token_ids": output.prompt_token_ids if first else None,
-            "prompt_logprobs": scores,
+            "prompt_token_ids": None if begun else output.prompt_token_ids,
+            "prompt_logprobs": prompt_logprobs(server, output),
             "weight_version": server.updates.label,
         }
 
+    def whole(outputs: list[RequestOutput]) -> dict:
+        (output,) = outputs
+        tokens = usage(len(output.prompt_token_ids), sum(len(c.token_ids) for c in output.completions))
+        return envelope(output) | {"usage": tokens}
+
+    def events(index: int, output: RequestOutput) -> Iterable[dict]:
+        yield envelope(output)
+        begun.add(request_id)
+
     requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
-    if body.stream:
-        told: set[str] = set()
-
-        def events(generation: Generation, index: int, output: RequestOutput) -> Iterable[dict]:
-            yield envelope(output, first=not told)
-            told.add(request_id)
-
-        return await stream(server.engine, requests, request_id, events)
-    _, (output,) = await run(http, server.engine, requests, request_id)
-    tokens = len(output.prompt_token_ids), sum(len(c.token_ids) for c in output.completions)
-    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
-    return reply(envelope(output, first=True) | {"usage": usage})
+    return await answer(http, server.engine, requests, request_id, body.stream, whole, events)
 
 
 def _token_entries(c: Completion) -> Iterable[dict]:
+    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, c.top_logprobs or [], c.ranks or [], strict=True):
+        others = [_token_entry(t, lp, place) for place, (t, lp) in enumerate(top.items(), 1)]
+        yield _token_entry(token, logprob, rank) | {"top_logprobs": others}
+
+
+def _token_entry(token: int, logprob: float, rank: int) -> dict:
     """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
-    tops, ranks = c.top_logprobs or [], c.ranks or []
-    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, tops, ranks, strict=True):
-        others = [
-            {"token": f"token_id:{t}", "token_id": t, "logprob": finite(lp), "rank": place, "bytes": None}
-            for place, (t, lp) in enumerate(top.items(), 1)
-        ]
-        yield {
-            "token": f"token_id:{token}",
-            "token_id": token,
-            "logprob": finite(logprob),
-            "rank": rank,
-            "bytes": None,
-            "top_logprobs": others,
-        }
+    name = f"token_id:{token}"
+    return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 @router.get("/v1/models")
-async def models(http: Request):
+async def models(server: Served):
     """The one model that is served, with its length limit and its contract's hash."""
-    server = service(http)
     card = {
         "id": server.model_name,
         "object": "model",
@@ -403,9 +377,8 @@ async def models(http: Request):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, http: Request):
+async def tokenize(body: TokenizeRequest, server: Served):
     """The token ids of a text, or of a conversation through the chat template."""
-    server = service(http)
     tokenization = server.engine.tokenization
     if (body.prompt is None) == (body.messages is None):
         raise ValueError("give either prompt or messages")
@@ -413,14 +386,13 @@ async def tokenize(body: TokenizeRequest, http: Request):
         ids = await tokenization.chat(body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": server.llm.max_model_len, "tokens": ids}
-    names = tokenization.need("text").convert_ids_to_tokens
-    found["token_strs"] = names(ids) if body.return_token_strs else None
-    return reply(found)
+    names = tokenization.need("text").convert_ids_to_tokens(ids) if body.return_token_strs else None
+    limit = server.llm.max_model_len
+    return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, http: Request):
+async def detokenize(body: DetokenizeRequest, server: Served):
     """The text of token ids."""
-    tokenization = service(http).engine.tokenization
+    tokenization = server.engine.tokenization
     return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, Self
 
@@ -23,35 +23,17 @@ logger = logging.getLogger(__name__)
 LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
-# Parameters of other engines that change what is sampled or reported, and the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "priority": (0,),
-    "echo_prompt": (False,),
-    "return_routed_experts": (False,),
-    "return_hidden_states": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    **dict.fromkeys(
-        (
-            *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
-            *("regex", "ebnf", "structural_tag", "logits_processors", "custom_logit_processor", "custom_params"),
-            *("bad_words", "allowed_token_ids", "stop_regex", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
-            *("input_embeds", "image_data", "audio_data", "video_data", "features", "content_parts", "vllm_xargs"),
-            *("kv_transfer_params", "logprob_token_ids", "token_ids_logprob", "repetition_detection"),
-        ),
-        ((), [], {}, "", False),
-    ),
-}
+# Parameters of other engines that change what is sampled or reported. What is false or NEUTRAL asks for nothing.
+NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"}}
+_OTHERS = """
+    presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids logits_processors custom_logit_processor
+    custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
+    structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
+    stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
+    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob return_routed_experts
+    return_hidden_states
+"""
+UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
 _listed: set[str] = set()
 
 
@@ -65,7 +47,8 @@ class Body(BaseModel):
         """Refuse what is known but not supported; log other unknown fields once."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
-                if value is not None and value not in UNSUPPORTED[name]:
+                asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
+                if asked and value is not None:
                     raise ValueError(f"{name}={value!r} is not supported; leave it out")
             elif name not in _listed and len(_listed) < 1000:
                 _listed.add(name)
@@ -74,39 +57,43 @@ class Body(BaseModel):
 
 
 class Sampling(Body):
-    """Sampling parameters that have the same name and meaning everywhere."""
+    """Sampling parameters, by vLLM's names; a dialect has other names as aliases."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     n: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
-    def params(self, **more) -> SamplingParams:
-        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range."""
-        names = Sampling.model_fields.keys() - {"spaces_between_special_tokens"}
-        fields = {name: getattr(self, name) for name in names} | more
-        return SamplingParams(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
+    def params(self, streamed: bool | None, **more: Any) -> SamplingParams:
+        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range.
 
-
-def output_kind(stream: bool | None) -> RequestOutputKind:
-    """The kind of output that a request asks of the engine: deltas if it streams, else the end alone."""
-    return RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-
-
-def new_id(given: str | None) -> str:
-    """The given id, or a random one."""
-    return given or uuid.uuid4().hex
+        streamed: the engine tells what is new at each step, else the end alone.
+        """
+        names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names} | more
+        given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
 
 
 def finite(logprob: float) -> float:
     """The log-prob, or the lowest finite fp32: JSON has no infinity."""
     return max(logprob, LOWEST)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's count of a call's tokens."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:
@@ -146,31 +133,45 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def problem(status: int, message: str, headers: dict[str, str] | None = None, kind: str | None = None) -> Response:
+def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """An error as both dialects' clients read it."""
-    kind = kind or {404: "NotFoundError", 503: "ServiceUnavailableError"}.get(status)
-    kind = kind or ("BadRequestError" if status < 500 else "InternalServerError")
-    error = {"message": message, "type": kind, "param": None, "code": status}
+    error = _error(status, message)
     return reply({"error": error, "success": False, "message": message, "object": "error"}, status, headers)
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
+    kind = kinds.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    return {"message": message, "type": kind, "param": None, "code": status}
 
 
 class ClientGoneError(Exception):
     """Nobody reads the reply."""
 
 
-def check_finished(outputs: Iterable[RequestOutput]) -> None:
-    """Raise GenerationError if any completion ended with an error."""
-    for output in outputs:
-        for c in output.completions:
-            if c.finish_reason == "error":
-                raise GenerationError(str(c.stop_reason))
+async def answer(
+    http: Request,
+    engine: AsyncEngine,
+    requests: list[GenerateRequest],
+    request_id: str,
+    streamed: bool | None,
+    whole: Callable[[list[RequestOutput]], Any],
+    events: Callable[[int, RequestOutput], Iterable[dict]],
+    last: Callable[[], Iterable[dict]] = tuple,
+) -> Response:
+    """Generate, and reply in a dialect's form, whole or as server-sent events.
 
-
-async def run(
-    http: Request, engine: AsyncEngine, requests: list[GenerateRequest], request_id: str
-) -> tuple[Generation, list[RequestOutput]]:
-    """The finished requests; aborts them when the client goes away first."""
+    whole: the reply's JSON from the finished outputs. events: what a stream says of one output of the request with this
+    index; last: what it says before [DONE].
+    """
     generation = await engine.submit(requests, request_id)
+    if streamed:
+        return _Stream(_event_stream(generation, events, last), generation)
+    return reply(whole(await _finished(http, generation)))
+
+
+async def _finished(http: Request, generation: Generation) -> list[RequestOutput]:
+    """The finished requests; aborts them when the client goes away first."""
     work = asyncio.ensure_future(generation.final())
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -182,8 +183,11 @@ async def run(
         gone.cancel()
         work.cancel()
         generation.close()
-    check_finished(outputs)
-    return generation, outputs
+    for output in outputs:
+        for c in output.completions:
+            if c.finish_reason == "error":
+                raise GenerationError(str(c.stop_reason))
+    return outputs
 
 
 async def _disconnected(http: Request) -> None:
@@ -191,31 +195,22 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def stream(
-    engine: AsyncEngine,
-    requests: list[GenerateRequest],
-    request_id: str,
-    events: Callable[[Generation, int, RequestOutput], Iterable[dict]],
-    last: Callable[[Generation], Iterable[dict]] = lambda generation: (),
-) -> StreamingResponse:
-    """Server-sent events: what `events` makes of each output, what `last` adds, [DONE]."""
-    generation = await engine.submit(requests, request_id)
-
-    async def body() -> AsyncIterator[bytes]:
-        try:
-            async for outputs in generation.outputs():
-                if data := b"".join(_event(e) for i, output in outputs for e in events(generation, i, output)):
-                    yield data
-            yield b"".join(_event(e) for e in last(generation)) + b"data: [DONE]\n\n"
-        except Exception as error:  # too late for another status
-            logger.exception("stream %s failed", request_id)
-            message = f"{type(error).__name__}: {error}"
-            failure = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-            yield _event({"error": failure}) + b"data: [DONE]\n\n"
-        finally:
-            generation.close()
-
-    return _Stream(body(), generation)
+async def _event_stream(
+    generation: Generation,
+    events: Callable[[int, RequestOutput], Iterable[dict]],
+    last: Callable[[], Iterable[dict]],
+) -> AsyncIterator[bytes]:
+    try:
+        async for outputs in generation.outputs():
+            data = bytearray()
+            for index, output in outputs:
+                data += b"".join(map(_event, events(index, output)))
+            if data:
+                yield bytes(data)
+        yield b"".join(map(_event, last())) + b"data: [DONE]\n\n"
+    except Exception as error:  # too late for another status
+        logger.exception("stream %s failed", generation.request_id)
+        yield _event({"error": _error(500, f"{type(error).__name__}: {error}")}) + b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):

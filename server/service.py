@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from ..engine import LLM
+from ..engine.outputs import EngineStats
 from .async_engine import AsyncEngine
 from .updates import WeightUpdates
 
@@ -29,7 +30,6 @@ class Service:
     engine: AsyncEngine
     updates: WeightUpdates
     model_name: str
-    settings: dict[str, Any] = field(default_factory=dict)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -42,11 +42,6 @@ class Service:
         """The numerics contract's hash; None without the exact ops."""
         return self.llm.contract.hash if self.llm.contract else None
 
-    @property
-    def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: the contract's hash."""
-        return f"samebits-{self.contract_hash or 'inexact'}"
-
     def token(self, token_id: int) -> str:
         """The text of one token."""
         return self.engine.tokenization.token(token_id)
@@ -56,13 +51,15 @@ class Service:
         if name is not None and name not in (self.model_name, "default"):
             raise ModelNotFoundError(f"the model {name!r} is not served here; this is {self.model_name!r}")
 
-    def load(self) -> dict[str, int]:
+    def load(self) -> EngineStats:
         """The numbers of what runs and waits, and of what it holds."""
         stats = self.llm.stats()
         waiting = max(0, self.engine.num_sequences - stats.num_running)  # also what the engine hasn't seen yet
-        return {**asdict(stats), "num_waiting": waiting}
+        return replace(stats, num_waiting=waiting)
 
 
-def service(request: Request) -> Service:
-    """The service of the application that got the request."""
+async def _service(request: Request) -> Service:
     return request.app.state.service
+
+
+Served = Annotated[Service, Depends(_service)]  # the service of the application that got the request

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from ..engine import Completion, RequestOutput, SamplingParams
-from .async_engine import GenerateRequest, Generation
+from ..engine import Completion, RequestOutput, VersionSpan
+from .async_engine import GenerateRequest
 from .protocol import (
     STREAMING,
     Body,
     FastRoute,
     RequestId,
     Sampling,
+    answer,
     finite,
-    new_id,
-    output_kind,
     reply,
-    run,
-    stream,
     version_spans,
 )
-from .service import Service, service
+from .service import Served, Service
 
 router = APIRouter(route_class=FastRoute, tags=["SGLang"])
 
@@ -33,22 +32,10 @@ router = APIRouter(route_class=FastRoute, tags=["SGLang"])
 class SGLangSampling(Sampling):
     """SGLang's sampling parameters."""
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int | None = None
-    sampling_seed: int | None = None
-    no_stop_trim: bool | None = None
-
-    def all_params(self, **more) -> SamplingParams:
-        """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range."""
-        if self.top_k is not None and self.top_k >= 2**30:  # its "whole vocabulary"
-            self.top_k = -1
-        return self.params(
-            max_tokens=self.max_new_tokens,
-            min_tokens=self.min_new_tokens,
-            seed=self.sampling_seed,
-            include_stop_str_in_output=self.no_stop_trim,
-            **more,
-        )
+    max_tokens: int | None = Field(default=128, alias="max_new_tokens")
+    min_tokens: int | None = Field(default=None, alias="min_new_tokens")
+    seed: int | None = Field(default=None, alias="sampling_seed")
+    include_stop_str_in_output: bool | None = Field(default=None, alias="no_stop_trim")
 
 
 class GenerateBody(Body):
@@ -77,6 +64,13 @@ class GenerateBody(Body):
             raise ValueError("the batch is empty")
         return (given if batch else [given]), batch
 
+    def rids(self, count: int, batch: bool) -> tuple[list[str], str]:
+        """The names of the prompts, and that of the whole call."""
+        if isinstance(self.rid, list):
+            return self.each("rid", count), self.rid[0]
+        rid = self.rid or uuid.uuid4().hex
+        return ([f"{rid}-{i}" for i in range(count)] if batch else [rid]), rid
+
     def each(self, name: str, count: int) -> list:
         """A setting for each prompt, from one for all or a list."""
         value = getattr(self, name)
@@ -87,13 +81,24 @@ class GenerateBody(Body):
         return value
 
 
+@dataclass
 class _Writer:
-    """Writes one prompt's samples."""
+    """Writes one prompt's samples.
 
-    def __init__(self, server: Service, body: GenerateBody, rid: str, start: int | None, top: int, logprobs: bool):
-        self.server, self.body, self.rid, self.top, self.logprobs = server, body, rid, top, logprobs
-        self.start = start  # first prompt token to report a log-prob of
-        self.begin = time.perf_counter()
+    first: index of its first sample in the reply. start: the first prompt token to report a log-prob of. top: how many
+    alternatives to report. output, completions: all that a stream has told so far, which it repeats each time.
+    """
+
+    server: Service
+    body: GenerateBody
+    rid: str
+    first: int
+    logprobs: bool
+    start: int | None
+    top: int
+    begin: float = field(default_factory=time.perf_counter)
+    output: RequestOutput | None = None
+    completions: dict[int, Completion] = field(default_factory=dict)
 
     def entry(self, logprob: float | None, token: int) -> list:
         text = self.server.token(token) if self.body.return_text_in_logprobs else None
@@ -102,8 +107,25 @@ class _Writer:
     def entries(self, tops: list[dict[int, float]]) -> list[list | None]:
         return [[self.entry(lp, t) for t, lp in top.items()] or None for top in tops]
 
+    def cumulative(self, output: RequestOutput, new: Completion) -> dict:
+        """The sample so far; the engine told only what is new."""
+        self.output = self.output or output  # the first one has the prompt's log-probs
+        old = self.completions.get(new.index)
+        if old is not None:
+            tops = None if new.top_logprobs is None else [*(old.top_logprobs or []), *new.top_logprobs]
+            new = replace(
+                new,
+                token_ids=old.token_ids + new.token_ids,
+                logprobs=old.logprobs + new.logprobs,
+                weight_versions=_joined([*old.weight_versions, *new.weight_versions]),
+                text=(old.text or "") + (new.text or ""),
+                top_logprobs=tops,
+            )
+        self.completions[new.index] = new
+        return self.whole(self.output, new)
+
     def whole(self, output: RequestOutput, c: Completion) -> dict:
-        server, label_of = self.server, self.server.updates.label_of
+        label_of = self.server.updates.label_of
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": _finish_reason(c),
@@ -113,7 +135,7 @@ class _Writer:
             "weight_version": label_of(c.weight_version),
             "weight_versions": version_spans(c, label_of),
             "e2e_latency": time.perf_counter() - self.begin,
-            "contract": server.contract_hash,
+            "contract": self.server.contract_hash,
         }
         if self.logprobs:
             meta |= self.of_logprobs(output, c)
@@ -151,80 +173,55 @@ def _finish_reason(c: Completion) -> dict | None:
     return None if c.finish_reason is None else {"type": "abort", "message": str(c.stop_reason), "status_code": 500}
 
 
-class _SoFar:
-    """This dialect's streams repeat everything so far; the engine tells only what is new."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[tuple[int, int], Completion] = {}
-        self.prompts: dict[int, RequestOutput] = {}
-
-    def add(self, index: int, output: RequestOutput, c: Completion) -> tuple[RequestOutput, Completion]:
-        first = self.prompts.setdefault(index, output)
-        old = self.outputs.get((index, c.index))
-        if old is not None:
-            tops = None if c.top_logprobs is None else [*(old.top_logprobs or []), *c.top_logprobs]
-            spans = [*old.weight_versions, *c.weight_versions]
-            c = Completion(
-                c.index, old.token_ids + c.token_ids, old.logprobs + c.logprobs, c.finish_reason, c.stop_reason,
-                _joined(spans), (old.text or "") + (c.text or ""), tops,
-            )  # fmt: skip
-        self.outputs[index, c.index] = c
-        return first, c
-
-
-def _joined(spans: list) -> list:
+def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
     """Spans in order, those that continue each other made one."""
-    joined: list = []
+    joined: list[VersionSpan] = []
     for span in spans:
         if joined and (joined[-1].version, joined[-1].stale_kv) == (span.version, span.stale_kv):
-            span = type(span)(span.version, joined.pop().start, span.end, span.stale_kv)
+            span = replace(span, start=joined.pop().start)
         joined.append(span)
     return joined
 
 
 @router.post("/generate", responses=STREAMING)
-async def generate(body: GenerateBody, http: Request):
+async def generate(body: GenerateBody, http: Request, server: Served):
     """Generates from text or token ids, one prompt or a batch."""
-    server = service(http)
     prompts, batch = body.prompts()
-    count = len(prompts)
-    rids = body.rid if isinstance(body.rid, list) else None
-    rid = new_id(None if rids else body.rid)  # type: ignore[arg-type]
-    if rids is not None:
-        rids, rid = body.each("rid", count), rids[0]
-    requests, writers = [], []
+    rids, rid = body.rids(len(prompts), batch)
     columns = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
-    for i, prompt in enumerate(prompts):
-        sampling, logprobs, start, top = (body.each(name, count)[i] for name in columns)
-        wanted = start if logprobs and start is not None and start >= 0 else None
-        alternatives = (top or None) if logprobs else None
-        params = (sampling or SGLangSampling()).all_params(
-            output_kind=output_kind(body.stream),
-            logprobs=alternatives,
-            prompt_logprobs=None if wanted is None else (alternatives or 0),
+    settings = zip(*(body.each(name, len(prompts)) for name in columns), strict=True)
+    requests: list[GenerateRequest] = []
+    writers: list[_Writer] = []
+    samples = 0
+    for prompt, name, (sampling, logprobs, start, top) in zip(prompts, rids, settings, strict=True):
+        alternatives = (top or 0) if logprobs else 0
+        scored = logprobs and start is not None and start >= 0
+        writers.append(_Writer(server, body, name, samples, bool(logprobs), start if scored else None, alternatives))
+        params = (sampling or SGLangSampling()).params(
+            body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None
         )
         requests.append(GenerateRequest(prompt, params, body.cache_salt or body.extra_key))
-        name = rids[i] if rids else (f"{rid}-{i}" if batch else rid)
-        writers.append(_Writer(server, body, name, wanted, top or 0, bool(logprobs)))
-    if body.stream:
-        so_far, several = _SoFar(), batch or requests[0].params.n > 1
+        samples += params.n
+    several = batch or samples > 1
 
-        def events(generation: Generation, index: int, output: RequestOutput) -> Iterable[dict]:
-            for delta in output.completions:
-                content = writers[index].whole(*so_far.add(index, output, delta))
-                first = sum(r.params.n for r in requests[:index])
-                yield content | ({"index": first + delta.index} if several else {})
+    def whole(outputs: list[RequestOutput]) -> list[dict] | dict:
+        found: list[dict] = []
+        for writer, output in zip(writers, outputs, strict=True):
+            found += [writer.whole(output, c) for c in output.completions]
+        return found if several else found[0]
 
-        return await stream(server.engine, requests, rid, events)
-    _, outputs = await run(http, server.engine, requests, rid)
-    found = [w.whole(o, c) for w, o in zip(writers, outputs, strict=True) for c in o.completions]
-    return reply(found if batch or len(found) > 1 else found[0])
+    def events(index: int, output: RequestOutput) -> Iterable[dict]:
+        writer = writers[index]
+        for new in output.completions:
+            place = {"index": writer.first + new.index} if several else {}
+            yield writer.cumulative(output, new) | place
+
+    return await answer(http, server.engine, requests, rid, body.stream, whole, events)
 
 
 @router.get("/health_generate")
-async def health_generate(http: Request):
+async def health_generate(server: Served):
     """Answers when the engine's thread does, and could generate."""
-    server = service(http)
     await server.engine.call(lambda llm: None)
     ready = server.llm.ready
     return reply({"status": "ok" if ready else "the engine sleeps or has no weights"}, 200 if ready else 503)
@@ -232,9 +229,8 @@ async def health_generate(http: Request):
 
 @router.get("/get_model_info")
 @router.get("/model_info")
-async def model_info(http: Request):
+async def model_info(server: Served):
     """The model's path, its type, weight version and contract."""
-    server = service(http)
     path = str(server.llm.path)
     return reply({
         "model_path": path,
@@ -248,17 +244,16 @@ async def model_info(http: Request):
 
 @router.get("/v1/loads")
 @router.get("/get_load")
-async def loads(http: Request):
+async def loads(server: Served):
     """The load now; `include` is taken as "all"."""
-    load = service(http).load()
-    running, waiting = load["num_running"], load["num_waiting"]
-    block = load["kv_cache_bytes"] // load["kv_blocks_total"]
+    load = server.load()
+    block = load.kv_cache_bytes // load.kv_blocks_total
     core = {
         "dp_rank": 0,
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": running + waiting,
-        "token_usage": load["kv_blocks_used"] / load["kv_blocks_total"],
-        "kv_cache_bytes_used": load["kv_blocks_used"] * block,
+        "num_running_reqs": load.num_running,
+        "num_waiting_reqs": load.num_waiting,
+        "num_total_reqs": load.num_running + load.num_waiting,
+        "token_usage": load.kv_blocks_used / load.kv_blocks_total,
+        "kv_cache_bytes_used": load.kv_blocks_used * block,
     }
-    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": load})
+    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})

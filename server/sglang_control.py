@@ -1,16 +1,17 @@
-"""SGLang's control routes: pausing, aborting, weights, memory."""
+"""SGLang's control routes: pausing, aborting, weights, memory; and vLLM's, where they do the same."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi import APIRouter
+from pydantic import BeforeValidator, Field
 
-from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, parse_specs
+from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, TensorSpec, parse_specs
 from .protocol import Body, FastRoute, reply
-from .service import Service, service
+from .service import Served
 
+Label = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 
@@ -30,11 +31,7 @@ class PauseBody(Body):
 class _UpdateBody(Body):
     flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
     abort_all_requests: bool | None = False
-    weight_version: str | int | None = None
-
-    @property
-    def label(self) -> str | None:
-        return None if self.weight_version is None else str(self.weight_version)
+    weight_version: Label | None = None
 
 
 class FromDiskBody(_UpdateBody):
@@ -44,41 +41,47 @@ class FromDiskBody(_UpdateBody):
     load_format: Literal["auto", "safetensors"] | None = None
 
 
-class InitGroupBody(Body):
-    """A trainer's process group and this server's place in it."""
-
-    master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = DEFAULT_GROUP_NAME
-    backend: str = "nccl"
-
-
 class GroupBody(Body):
     """The name of a process group."""
 
     group_name: str = DEFAULT_GROUP_NAME
 
 
-class FromDistributedBody(_UpdateBody):
+class InitGroupBody(GroupBody):
+    """A trainer's process group and this server's place in it."""
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+
+
+class Manifest(GroupBody):
     """The tensors that a broadcast brings, in order."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP_NAME
+    bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
+
+    def specs(self) -> list[TensorSpec]:
+        """The manifest as the engine takes it. Raises ValueError."""
+        return parse_specs(self.names, self.dtypes, self.shapes)
+
+
+class FromDistributedBody(Manifest, _UpdateBody):
+    """A manifest, and how its tensors are sent."""
+
     load_format: Literal["flattened_bucket"] | None = None
-    bucket_bytes: int | None = Field(
-        default=None, ge=1, description="samebits' own: broadcasts of at most so many bytes."
-    )
     selector: Literal["all"] | None = "all"
 
 
-class SelectorBody(Body):
-    """The models to update: all, as there is one."""
+class WholeUpdateBody(Body):
+    """The models to update: all, as there is one; and the label of the version that an update makes."""
 
     selector: Literal["all"] | None = "all"
+    weight_version: Label | None = None
 
 
 class MemoryBody(Body):
@@ -99,9 +102,8 @@ def done(message: str, **more) -> Any:
 
 @control.get("/flush_cache")
 @control.post("/flush_cache")
-async def flush_cache(http: Request):
+async def flush_cache(server: Served):
     """Forgets cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
-    server = service(http)
     paused = server.engine.paused.is_set()
     if server.engine.num_sequences and not paused:
         raise ValueError("requests are running; pause or finish them first")
@@ -110,99 +112,97 @@ async def flush_cache(http: Request):
 
 
 @control.post("/abort_request")
-async def abort_request(http: Request, body: AbortBody | None = None):
+async def abort_request(server: Served, body: AbortBody | None = None):
     """Abort one request or all."""
     body = body or AbortBody()
     if not body.abort_all and not body.rid:
         raise ValueError("give rid, or abort_all=true")
-    count = await service(http).engine.abort(None if body.abort_all else [body.rid])  # type: ignore[list-item]
+    count = await server.engine.abort(None if body.abort_all else [body.rid])  # type: ignore[list-item]
     return done(f"{count} requests aborted", aborted=count)
 
 
 @control.post("/pause_generation")
-async def pause_generation(http: Request, body: PauseBody | None = None):
+async def pause_generation(server: Served, body: PauseBody | None = None):
     """Stops between two steps. New requests wait until /continue_generation."""
     mode = (body or PauseBody()).mode
-    await service(http).engine.pause("keep" if mode == "in_place" else mode, refuse=False)
+    await server.engine.pause("keep" if mode == "in_place" else mode, refuse=False)
     return done(f"generation paused ({mode})")
 
 
 @control.post("/continue_generation")
-async def continue_generation(http: Request, body: Body | None = None):
+async def continue_generation(server: Served, body: Body | None = None):
     """Resume generation after a pause. 409 in the middle of a weight update."""
-    server = service(http)
     server.updates.check_resumable()
     await server.engine.resume()
     return done("generation continues")
 
 
-async def _before(server: Service, body: _UpdateBody) -> int:
-    return await server.engine.abort() if body.abort_all_requests else 0
-
-
 @control.post("/update_weights_from_disk")
-async def update_weights_from_disk(body: FromDiskBody, http: Request):
+async def update_weights_from_disk(body: FromDiskBody, server: Served):
     """Loads a checkpoint directory, checked whole before it is in force."""
-    server = service(http)
-    await _before(server, body)
-    message = await server.updates.load(body.model_path, body.label)
+    if body.abort_all_requests:
+        await server.engine.abort()
+    message = await server.updates.load(body.model_path, body.weight_version)
     return done(message, num_paused_requests=server.engine.num_sequences if server.engine.paused.is_set() else 0)
 
 
 @control.post("/init_weights_update_group")
-async def init_weights_update_group(body: InitGroupBody, http: Request):
+async def init_weights_update_group(body: InitGroupBody, server: Served):
     """Joins a torch process group whose rank 0 will send weights."""
-    where = body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend
-    await service(http).updates.join(body.group_name, *where)
+    where = (body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend)
+    await server.updates.join(body.group_name, *where)
     return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
 
 
+@control.post("/shutdown_weight_transfer_engine")
 @control.post("/destroy_weights_update_group")
-async def destroy_weights_update_group(http: Request, body: GroupBody | None = None):
+async def destroy_weights_update_group(server: Served, body: GroupBody | None = None):
     """Leave a trainer's process group."""
     name = (body or GroupBody()).group_name
-    left = await service(http).updates.leave(name)
+    left = await server.updates.leave(name)
     return done(f"left weight group {name!r}" if left else f"there was no weight group {name!r}")
 
 
 @control.post("/update_weights_from_distributed")
-async def update_weights_from_distributed(body: FromDistributedBody, http: Request):
+async def update_weights_from_distributed(body: FromDistributedBody, server: Served):
     """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
-    server = service(http)
-    manifest = parse_specs(body.names, body.dtypes, body.shapes)
-    await _before(server, body)
+    manifest = body.specs()
+    if body.abort_all_requests:
+        await server.engine.abort()
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
-    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.label))
+    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.weight_version))
 
 
+@control.post("/start_weight_update")
 @control.post("/begin_weight_update")
-async def begin_weight_update(http: Request, body: SelectorBody | None = None):
-    """Tensors that come from now on are put in force by /end_weight_update, together."""
-    await service(http).updates.begin()
+async def begin_weight_update(server: Served, body: WholeUpdateBody | None = None):
+    """Tensors that come from now on are put in force by /finish_weight_update or /end_weight_update, together."""
+    await server.updates.begin()
     return done("weight update begun")
 
 
+@control.post("/finish_weight_update")
 @control.post("/end_weight_update")
-async def end_weight_update(http: Request, body: SelectorBody | None = None):
+async def end_weight_update(server: Served, body: WholeUpdateBody | None = None):
     """Put the weights of the update that was begun into force."""
-    server = service(http)
-    await server.updates.finish()
-    return done(f"version {server.updates.label!r} is in force")
+    updates = server.updates
+    await updates.finish(body.weight_version if body else None)
+    return done(f"version {updates.label!r} is in force", weight_version=updates.label)
 
 
 @control.get("/release_memory_occupation")
 @control.post("/release_memory_occupation")
-async def release_memory_occupation(http: Request, body: MemoryBody | None = None):
+async def release_memory_occupation(server: Served, body: MemoryBody | None = None):
     """Frees memory; the header x-samebits-freed-bytes says how much. Requests wait."""
     tags = (body or MemoryBody()).ours
-    freed = await service(http).engine.call(lambda llm: llm.release_memory(tags))
+    freed = await server.engine.call(lambda llm: llm.release_memory(tags))
     return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
 
 
 @control.get("/resume_memory_occupation")
 @control.post("/resume_memory_occupation")
-async def resume_memory_occupation(http: Request, body: MemoryBody | None = None):
+async def resume_memory_occupation(server: Served, body: MemoryBody | None = None):
     """Takes the memory again. Weights come back from their checkpoint, or must be updated."""
     tags = (body or MemoryBody()).ours
-    await service(http).engine.call(lambda llm: llm.wake_up(tags))
+    await server.engine.call(lambda llm: llm.wake_up(tags))
     return reply(None)

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..engine import LLM
 
@@ -20,6 +20,7 @@ class Tokenization:
     def __init__(self, llm: LLM):
         self.tokenizer = copy.deepcopy(llm.tokenizer)
         self.processor = llm.input_processor(self.tokenizer)
+        self.need = self.processor.need_tokenizer
         self._executor = ThreadPoolExecutor(1, "tokenizer")
         self.token = functools.lru_cache(maxsize=2**16)(self._token)
 
@@ -36,16 +37,12 @@ class Tokenization:
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """ValueError for a prompt that is too long however it is split: it isn't worth tokenising."""
         limit = self.processor.max_model_len
-        least = len(prompt) // self.longest_token if isinstance(prompt, str) and self.tokenizer else len(prompt)
-        if least > limit and (self.tokenizer or not isinstance(prompt, str)):
+        least = len(prompt) // self.longest_token if isinstance(prompt, str) else len(prompt)
+        if least > limit:
             raise ValueError(f"prompt of at least {least} tokens leaves no room in max_model_len {limit}")
 
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
-
-    def need(self, what: str) -> Any:
-        """The tokenizer. Raises ValueError, naming what needs it, where there is none."""
-        return self.processor.need_tokenizer(what)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""

@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
 from ..engine.weights import DEFAULT_LABEL, TensorSpec
-from .async_engine import AsyncEngine
+from .async_engine import AsyncEngine, fulfil
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +49,8 @@ class WeightUpdates:
     """The one update in progress, the process groups that tensors come over, and what clients call the versions."""
 
     def __init__(self, engine: AsyncEngine, timeout: float):
-        self.engine, self.timeout = engine, timeout
+        self.engine = engine
+        self.timeout = timeout
         self.labels = VersionLabels()
         self.groups: set[str] = set()  # names of those that were joined
         self.pending: WeightUpdate | None = None
@@ -74,10 +75,8 @@ class WeightUpdates:
         """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
         async with self._exclusively():
             self._forget()
-            self.pending, self._explicit = await self._begin(), True
-
-    async def _begin(self) -> WeightUpdate:
-        return await self.engine.call(lambda llm: llm.begin_weight_update())
+            self.pending = await self.engine.call(LLM.begin_weight_update)
+            self._explicit = True
 
     async def finish(self, label: str | None = None) -> None:
         """Commit the update that was begun. Raises ConflictError where none was."""
@@ -122,7 +121,9 @@ class WeightUpdates:
             return await self._load(receive, label)
 
     async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
-        self.pending = update = self.pending or await self._begin()
+        if self.pending is None:
+            self.pending = await self.engine.call(LLM.begin_weight_update)
+        update = self.pending
         self._label = label or self._label
         try:
             await in_daemon_thread(load, update)
@@ -169,9 +170,9 @@ class WeightUpdates:
         async with self._exclusively():
             self._forget()
             await in_daemon_thread(self._leave, name)
-            where = name, address, port, rank, world_size, backend, self.timeout
             workers = await self.engine.call(lambda llm: llm.worker_engine.workers)
-            await in_daemon_thread(workers.join_weight_group, *where)
+            where = (address, port, rank, world_size, backend, self.timeout)
+            await in_daemon_thread(workers.join_weight_group, name, *where)
             self.groups.add(name)
 
     async def leave(self, name: str) -> bool:
@@ -187,28 +188,18 @@ class WeightUpdates:
     def close(self) -> None:
         """Leaves all groups, if that takes no time."""
         for name in list(self.groups):
-            threading.Thread(target=self._leave, args=(name,), daemon=True).start()
+            in_daemon_thread(self._leave, name)
 
     @contextlib.asynccontextmanager
-    async def _exclusively(self):
-        self._check_free()
-        async with self._busy:
-            yield
-
-    def _check_free(self) -> None:
+    async def _exclusively(self) -> AsyncIterator[None]:
         if self._busy.locked():
             raise ConflictError("another weight update is in progress")
+        async with self._busy:
+            yield
 
 
 def in_daemon_thread(function: Callable[..., T], *args) -> Awaitable[T]:
     """A thread that doesn't keep the process alive: what it waits for may never come."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, function, *args), daemon=True).start()
     return asyncio.wrap_future(future)
