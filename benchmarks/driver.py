@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
-from samebits.cluster.affinity import PrefixAffinity
-from samebits.cluster.replicated_engine import ReplicaState, ReplicatedEngine
+from samebits.cluster.dispatcher import Dispatcher
+from samebits.cluster.replicated_engine import ReplicatedEngine
 from samebits.engine import EngineConfig, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.executor import ModelInfo
@@ -81,16 +81,13 @@ def two_replicas(waiting: int) -> float:
     super(ReplicatedEngine, engine).__init__()
     arrived: Future = Future()
     arrived.set_result(None)
-    call = SimpleNamespace(ref=SimpleNamespace(future=lambda: arrived))
-    engine.replicas = [ReplicaState(i) for i in range(2)]
-    for one in engine.replicas:
-        one.status = "serving"
-        one.client = SimpleNamespace(post=lambda *args: call)  # type: ignore[assignment]
-    engine._affinity = PrefixAffinity()
-    engine._serials = iter(range(10**9))  # type: ignore[assignment]
-    engine._unassigned = {}
-    engine._held = []
-    engine._todo = SimpleQueue()
+    call = SimpleNamespace(ref=SimpleNamespace(future=lambda: arrived), result=lambda timeout: None)
+    engine._events = SimpleQueue()
+    engine.config = EngineConfig(replicas=2)
+    engine.dispatcher = Dispatcher(engine, engine._events)
+    for index in range(2):
+        client: Any = SimpleNamespace(index=index, load=0, post=lambda *args: call)
+        engine.dispatcher.serving.append(client)
     queue = requests(waiting)
     start = time.perf_counter()
     for request in queue:

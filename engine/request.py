@@ -41,6 +41,8 @@ class Sample(Sequence):
         """As it goes to a replica: with its tokens, without KV, which is computed again there."""
         kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text"
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
+        fresh.reported = len(self.sampled)
+        fresh.reported_end = self.finish_reason is not None
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
 
     def append(self, token: SampledToken, version: int, stale_kv: bool = False) -> None:
