@@ -39,6 +39,7 @@ from samebits.model.exact import load_config
 from samebits.model.stage import split_by_size, stage_model
 
 from stage_times import decode_seconds
+from step_trace import start_trace, take_trace
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
@@ -167,10 +168,10 @@ def trace(model: str, in_flight: int = 4) -> dict:
     work = WORKLOADS["mixed"]()
     prompts = [[min(t, llm.model_config.vocab_size - 1) for t in p] for p in work["prompts"]]
     llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)
-    llm.engine.workers.collective_rpc("take_trace")
+    start_trace(llm)
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
     llm.generate(prompts, params, use_tqdm=False)
-    stages = llm.engine.workers.collective_rpc("take_trace")
+    stages = take_trace(llm)
     layers = split_by_size(llm.path, 2)
     llm.close()
     origin = min(s[0][0] for s in stages)

@@ -1,60 +1,31 @@
-"""Objects in other processes: an actor of Ray's per worker, and calls to many of them at once."""
+"""Calls to objects in other processes, one or many at once; each process is an actor of Ray's."""
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.weights import WorkerError
+import ray
+import torch
+from torch import Tensor
+
+from ..engine.config import EngineConfig
+from ..engine.weights import TensorSpec, WorkerError, Workers, arguments_of, buckets, join_bucket
+from ..engine.weights.spec import split_bucket
 from ..engine.worker import Worker
-from .ray_cluster import Placement, check_connected, ray
+from .ray_cluster import Placement, check_connected
 
-# Each group has its own thread in an actor, and its calls are executed in order: steps; what an engine is told; a
-# worker's methods between steps; those beside steps; and one that lasts as long as the process.
-GROUPS = ("steps", "engine", "control", "weights", "life")
-ROUNDS_IN_FLIGHT = 4
-
-# Ray adds 15 to the niceness of its workers, which would then wait for whatever else a node runs.
-AS_URGENT_AS_RAY = {"env_vars": {"RAY_worker_niceness": "0"}}
-
-
-class Host:
-    """What runs in an actor's process. worker, engine: the objects whose methods others call, once they are made."""
-
-    worker: Any
-    engine: Any
-
-    def __init__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
-
-    def run(self, function: Callable, *args: Any) -> Any:
-        """Return function(host, *args)."""
-        return function(self, *args)
-
-    def call(self, target: str, method: str, *args: Any) -> Any:
-        """Call a method of one of the objects and return its result."""
-        return getattr(getattr(self, target), method)(*args)
-
-    def stream(self, target: str, method: str) -> Iterator[Any]:
-        """Yield what a generator method of one of the objects yields."""
-        yield from getattr(getattr(self, target), method)()
-
-    def live(self) -> None:
-        """Return never: who waits for the result learns of the process's death."""
-        threading.Event().wait()
+# Each group has its own thread in an actor, which executes its calls in order: steps; what is done between steps; what
+# a worker does beside steps; and a call that lasts as long as the process.
+GROUPS = ("steps", "control", "weights", "life")
+BUCKET_BYTES = 2**24  # of tensors that travel as one object
 
 
 @dataclass(frozen=True)
 class Call:
-    """A result to come. name: of the actor that was called; ref: Ray's reference to the result."""
+    """A result to come. name: of the actor that was called; ref: Ray's reference to the result, or to many."""
 
     name: str
     ref: Any
@@ -65,61 +36,42 @@ class Call:
         Raises what the method raised, or WorkerError where the actor died or takes longer than `timeout` seconds.
         """
         try:
-            return ray().get(self.ref, timeout=timeout)
-        except Exception as error:
-            raise self.meaning_of(error) from None
-
-    def meaning_of(self, error: BaseException) -> BaseException:
-        """Return an error of Ray's as what it means here."""
-        exceptions = ray().exceptions
-        if isinstance(error, exceptions.RayTaskError):
-            return error.cause if isinstance(error.cause, Exception) else error
-        if isinstance(error, exceptions.GetTimeoutError):
-            return WorkerError(f"{self.name} did not answer in time")
-        if isinstance(error, exceptions.RayActorError):
-            return WorkerError(f"{self.name} died")
-        return error
+            return ray.get(self.ref, timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from None
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerError(f"{self.name} did not answer in time") from None
+        except ray.exceptions.RayActorError:
+            raise WorkerError(f"{self.name} died") from None
 
 
 class Actor:
-    """An actor in one of a placement's bundles, as others see it; it may be sent to other actors."""
+    """An actor in one of a placement's bundles, as others see it; it may be sent to other actors.
 
-    def __init__(self, name: str, placement: Placement, bundle: int):
+    kind: its class, whose `call` calls a method of its worker.
+    """
+
+    def __init__(self, kind: type, name: str, placement: Placement, bundle: int):
         self.name = name
-        kind = ray().remote(concurrency_groups=dict.fromkeys(GROUPS, 1), runtime_env=AS_URGENT_AS_RAY)(Host)
-        self.handle = kind.options(**placement.options(bundle)).remote()
+        remote: Any = ray.remote  # whose types know no concurrency groups
+        remote_kind = remote(concurrency_groups=dict.fromkeys(GROUPS, 1))(kind)
+        self.handle = remote_kind.options(**placement.options(bundle)).remote()
 
-    def _call(self, group: str, method: str, *args: Any) -> Call:
+    def start(self, group: str, method: str, *args: Any, **options: Any) -> Call:
+        """Start a method of the actor; those of a group are executed in order. options: Ray's."""
         check_connected()
-        return Call(self.name, getattr(self.handle, method).options(concurrency_group=group).remote(*args))
+        remote = getattr(self.handle, method).options(concurrency_group=group, **options).remote
+        return Call(self.name, remote(*args))
 
-    def run(self, function: Callable, *args: Any) -> Call:
-        """Start function(host, *args) in the actor."""
-        return self._call("control", "run", function, *args)
-
-    def call(self, target: str, method: str, *args: Any) -> Call:
-        """Start a method of the actor's worker or engine; those of a group are executed in order."""
-        if target == "engine":
-            group = "engine"
-        elif method == "run_step":
-            group = "steps"
-        else:
-            group = "weights" if method in Worker.CONCURRENT else "control"
-        return self._call(group, "call", target, method, *args)
-
-    def stream(self, target: str, method: str) -> Any:
-        """Start a generator method; return Ray's generator of references to what it yields."""
-        options = {"num_returns": "streaming", "concurrency_group": "steps"}
-        return self.handle.stream.options(**options).remote(target, method)
-
-    def live(self) -> Call:
-        """Return a call that ends with the process."""
-        return self._call("life", "live")
+    def call(self, method: str, *args: Any) -> Call:
+        """Start a method of the actor's worker."""
+        group = "weights" if method in Worker.CONCURRENT else "control"
+        return self.start("steps" if method == "run_step" else group, "call", method, *args)
 
     def kill(self) -> None:
         """End the process, which Ray has ended where it was shut down."""
-        if ray().is_initialized():
-            ray().kill(self.handle)
+        if ray.is_initialized():
+            ray.kill(self.handle)
 
 
 def outcomes(calls: Iterable[Call], timeout: float) -> list[Any]:
@@ -146,12 +98,44 @@ def gather(calls: Iterable[Call], timeout: float) -> list[Any]:
     return found
 
 
-def gather_rounds(rounds: Iterable[Sequence[Call]], timeout: float) -> None:
-    """Gather the calls of each round while the next few are on their way."""
-    under_way: deque[Sequence[Call]] = deque()
-    for calls in rounds:
-        under_way.append(calls)
-        if len(under_way) == ROUNDS_IN_FLIGHT:
-            gather(under_way.popleft(), timeout)
-    while under_way:
-        gather(under_way.popleft(), timeout)
+class RemoteWorkers(Workers):
+    """`Workers` in actors. Tensors reach them as objects of Ray's, which all workers of a node read in one place."""
+
+    def __init__(self, actors: Sequence[Actor], config: EngineConfig):
+        super().__init__()
+        self.actors = [*actors]
+        self.timeout = config.worker_timeout
+        self.load_timeout = config.start_timeout
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return len(self.actors)
+
+    def _start(self, method: str, *args: Any) -> list[Call]:
+        return [actor.call(method, *arguments_of(i, args)) for i, actor in enumerate(self.actors)]
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of every worker and return the results; raise the first error once all have ended."""
+        return gather(self._start(method, *args), timeout or self.timeout)
+
+    def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage tensors in every worker; the next bucket is read while workers load the last."""
+        calls: list[Call] = []
+        for bucket in buckets(tensors, lambda pair: pair[1].nbytes, BUCKET_BYTES):
+            specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
+            flat = ray.put(join_bucket(tensor for _, tensor in bucket))
+            gather(calls, self.load_timeout)
+            calls = self._start("load_bucket", update_id, flat, specs)
+        gather(calls, self.load_timeout)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors of the weights in force, in CPU memory, each name once."""
+        seen: set[str] = set()
+        for actor in self.actors:
+            specs = actor.call("weight_specs").result(self.timeout)
+            specs = [spec for spec in specs if spec.name not in seen]  # a tied tensor may be in two stages
+            seen.update(spec.name for spec in specs)
+            for bucket in buckets(specs, lambda spec: spec.nbytes, BUCKET_BYTES):
+                flat = actor.call("read_weights", bucket).result(self.timeout)
+                yield from split_bucket(torch.from_numpy(flat.copy()), bucket)

@@ -19,14 +19,11 @@ class PrefixAffinity:
     def keys(self, request: Request) -> list[int]:
         """Hashes of the starts of a request's prompt, shortest first."""
         tokens = request.prompt_token_ids
-        ends = [*range(RUN, len(tokens), RUN), len(tokens)]
         key = hash(request.samples[0].cache_salt)
         found = []
-        start = 0
-        for end in ends:
-            key = hash((key, *tokens[start:end]))
+        for start in range(0, len(tokens), RUN):
+            key = hash((key, *tokens[start : start + RUN]))
             found.append(key)
-            start = end
         return found
 
     def find(self, keys: list[int]) -> int | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import pathlib
 import pickle
-import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,13 +24,11 @@ from ..engine.executor import Executor, ModelInfo, StepResult
 from ..engine.planner import Plan
 from ..engine.request import SampledToken
 from ..engine.sampler import SamplerOutput
-from ..engine.weights import WorkerError, arguments_of
+from ..engine.weights import WorkerError, arguments_of, free_port
 from ..engine.weights.group import new_backend
 from ..engine.worker import Worker
 from ..model.stage import Layers
 from .actors import Actor, Call, gather
-
-TRACED_STEPS = 10_000
 
 
 class Link:
@@ -68,17 +66,17 @@ class Link:
 
 
 class StageWorker(Worker):
-    """A `Worker` in a process of its own. threads: CPU threads of its steps."""
+    """A `Worker` in a process of its own."""
 
-    def __init__(
-        self, path: pathlib.Path, config: EngineConfig, layers: Layers | None, rank: int, sharers: int, threads: int
-    ):
-        self.threads = threads
-        torch.set_num_threads(threads)
+    def __init__(self, path: pathlib.Path, config: EngineConfig, layers: Layers | None, rank: int, sharers: int):
         super().__init__(path, config, layers, sharers)
         self.rank = rank
         self.link: Link
-        self._trace: deque[tuple[float, float]] = deque(maxlen=TRACED_STEPS)
+
+    def free_address(self) -> tuple[str, int]:
+        """Return an address of this node, as the cluster's other nodes reach it, at which nobody listens."""
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
 
     def connect(self, address: str, port: int) -> None:
         """Join the other stages of the replica."""
@@ -91,7 +89,6 @@ class StageWorker(Worker):
 
         An error cuts the link: the stages after this one would wait for hidden states that never come.
         """
-        torch.set_num_threads(self.threads)  # of this thread
         try:
             plan = pickle.loads(data)
             shape = len(plan.token_ids), self.model.config.hidden_size
@@ -105,19 +102,6 @@ class StageWorker(Worker):
         except BaseException:
             self.link.close()
             raise
-
-    def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
-        """Compute a step, and note when."""
-        begin = time.time()
-        out = super().execute_model(plan, hidden)
-        self._trace.append((begin, time.time()))
-        return out
-
-    def take_trace(self) -> list[tuple[float, float]]:
-        """Return the start and end of the last steps, in seconds since the epoch, and forget them."""
-        trace = list(self._trace)
-        self._trace.clear()
-        return trace
 
 
 class PipelineStep:
@@ -157,7 +141,7 @@ class PipelineExecutor(Executor):
         """Start a step; the first stage has computed it when this returns."""
         # pickled here: arrays from Ray's own serializer are read-only, a type that kernels aren't compiled for
         data = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL) if self.stages else b""
-        calls = [stage.call("worker", "run_step", data) for stage in self.stages]
+        calls = [stage.call("run_step", data) for stage in self.stages]
         out = self.first.execute_model(plan)
         if isinstance(out, SamplerOutput):
             return out
@@ -166,7 +150,7 @@ class PipelineExecutor(Executor):
 
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of every stage's worker and return the results; raise an error once all have ended."""
-        calls = [stage.call("worker", method, *arguments_of(i, args)) for i, stage in enumerate(self.stages, 1)]
+        calls = [stage.call(method, *arguments_of(i, args)) for i, stage in enumerate(self.stages, 1)]
         try:
             own = getattr(self.first, method)(*arguments_of(0, args))
         finally:

@@ -1,99 +1,72 @@
-"""A replica: an `EngineCore` in a process of its own, which steps by itself and reports what comes of it."""
+"""What runs in actors: a stage's worker and, beside the first, an `EngineCore` that steps by itself and reports."""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import signal
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
-
-import torch
 
 from ..engine.config import EngineConfig
 from ..engine.core import EngineCore
 from ..engine.executor import Executor, ModelInfo
 from ..engine.input_processor import load_tokenizer
 from ..engine.outputs import EngineStats
-from ..engine.request import Request, SampledToken
+from ..engine.request import Request, Sample, SampledToken
+from ..engine.worker import WorkerInfo
+from .actors import Actor
+from .pipeline import PipelineExecutor, StageWorker
 
+STATE = ("finish_reason", "stop_reason", "text", "num_prefix_hit")  # of a sample, which every report of it carries
 REPORT_STEPS = 16  # most steps between reports of tokens that nobody waits for, which a death would cost
-
-
-@dataclass(frozen=True)
-class ReplicaInfo:
-    """What the driver needs to know of a replica. capacity: tokens of its KV cache."""
-
-    model: ModelInfo
-    stats: EngineStats
-    capacity: int
-
-
-@dataclass
-class SampleProgress:
-    """What is new of a sample: its tokens from number `start` on."""
-
-    index: int
-    start: int
-    tokens: list[SampledToken]
-    versions: list[tuple[int, bool]]
-    finish_reason: str | None
-    stop_reason: str | int | None
-    text: str | None
 
 
 @dataclass
 class Progress:
-    """What is new of a request. serial: of its assignment. prompt_scores: all of them, with the first token."""
+    """What is new of a sample. serial: of its request's assignment; start: the number of the first of its tokens.
+
+    state: the attributes in `STATE`. prompt_scores: the request's, with its first token.
+    """
 
     serial: int
-    samples: list[SampleProgress]
-    prompt_scores: list[SampledToken] = field(default_factory=list)
-    num_prefix_hit: int | None = None
+    index: int
+    start: int
+    tokens: list[SampledToken]
+    versions: list[tuple[int, bool]]
+    state: dict[str, Any]
+    prompt_scores: list[SampledToken]
 
     @classmethod
-    def take(cls, request: Request) -> Progress:
-        """Collect what wasn't reported of a request, which then counts as reported."""
-        samples = []
-        for s in request.samples:
-            if s.news:
-                samples.append(
-                    SampleProgress(
-                        index=s.sample_index,
-                        start=s.reported,
-                        tokens=s.sampled[s.reported :],
-                        versions=s.versions[s.reported :],
-                        finish_reason=s.finish_reason,
-                        stop_reason=s.stop_reason,
-                        text=s.text,
-                    )
-                )
-                s.reported = len(s.sampled)
-                s.reported_end = s.finish_reason is not None
-        starts = any(s.index == s.start == 0 for s in samples)
-        scores = request.prompt_scores if starts else []
-        return cls(request.serial, samples, scores, request.samples[0].num_prefix_hit)
+    def take(cls, sample: Sample) -> Progress:
+        """Collect what wasn't reported of a sample, which then counts as reported."""
+        request = sample.request
+        start = sample.reported
+        sample.reported = len(sample.sampled)
+        sample.reported_end = sample.finish_reason is not None
+        scores = request.prompt_scores if sample.sample_index == start == 0 else []
+        state = {name: getattr(sample, name) for name in STATE}
+        new = sample.sampled[start:], sample.versions[start:]
+        return cls(request.serial, sample.sample_index, start, *new, state, scores)
 
-    def apply(self, request: Request) -> int:
-        """Bring the driver's copy of the request up to date. Return how many samples ended."""
-        ended = 0
-        for new in self.samples:
-            sample = request.samples[new.index]
-            assert len(sample.sampled) == new.start, f"{request.request_id}: tokens were lost or doubled"
-            sample.sampled += new.tokens
-            sample.versions += new.versions
-            sample.token_ids += [t.token_id for t in new.tokens]
-            ended += sample.finish_reason is None and new.finish_reason is not None
-            sample.finish_reason = new.finish_reason
-            sample.stop_reason = new.stop_reason
-            sample.text = new.text
+    def apply(self, request: Request) -> bool:
+        """Bring the driver's copy of the request up to date. Return True if the sample ended."""
+        sample = request.samples[self.index]
+        assert len(sample.sampled) == self.start, f"{request.request_id}: tokens were lost or doubled"
+        running = sample.finish_reason is None
+        sample.sampled += self.tokens
+        sample.versions += self.versions
+        sample.token_ids += [t.token_id for t in self.tokens]
+        for name, value in self.state.items():
+            setattr(sample, name, value)
         request.prompt_scores = request.prompt_scores or self.prompt_scores
-        first = request.samples[0]
-        if first.num_prefix_hit is None:
-            first.num_prefix_hit = self.num_prefix_hit
-        return ended
+        return running and sample.finish_reason is not None
 
 
 @dataclass
@@ -104,38 +77,20 @@ class Report:
     stats: EngineStats
 
 
-@dataclass
-class Command:
-    """A method of the engine, to be called between two steps."""
-
-    method: str
-    args: tuple
-    result: Future = field(default_factory=Future)
-
-
 class Replica:
     """Runs in an actor, beside the worker of the first stage."""
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor, threads: int):
+    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor):
         self.config = config
-        self.threads = threads
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(path)
         self.engine = EngineCore(path, config, executor, tokenizer)
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: SimpleQueue[tuple[Future, str, tuple]] = SimpleQueue()
 
-    # --- from other threads -----------------------------------------------------------------------------------------
-
-    def post(self, method: str, *args: Any) -> None:
-        """Have a method of the engine called between two steps."""
-        self._commands.put(Command(method, args))
-
-    def command(self, method: str, *args: Any) -> Any:
-        """Have a method of the engine called between two steps, and return its result."""
-        command = Command(method, args)
-        self._commands.put(command)
-        return command.result.result()
-
-    # --- the engine's thread ----------------------------------------------------------------------------------------
+    def post(self, method: str, *args: Any) -> Future:
+        """Have a method of the engine called between two steps, from another thread; return its result to come."""
+        result: Future = Future()
+        self._commands.put((result, method, args))
+        return result
 
     @property
     def working(self) -> bool:
@@ -144,9 +99,7 @@ class Replica:
 
     def run(self) -> Iterator[Report]:
         """Step for ever, and yield a report when it is due; an error ends the replica."""
-        torch.set_num_threads(self.threads)  # of this thread, which computes from now on
         heartbeat = min(1.0, self.config.worker_timeout / 4)
-        news: dict[str, Request] = {}
         load = (0, 0)
         steps = 0
         reported = time.monotonic()
@@ -156,43 +109,75 @@ class Replica:
             if working:
                 self.engine.step()
                 steps += 1
-            news |= self.engine.outbox
-            self.engine.outbox.clear()
             stats = self.engine.stats()
-            waited_for = any(r.due for r in news.values())
-            changed = (stats.num_running, stats.num_waiting) != load
+            waited_for = any(request.due for request in self.engine.outbox.values())
+            more_or_fewer = (stats.num_running, stats.num_waiting) != load
             silent = time.monotonic() - reported >= heartbeat
-            if waited_for or changed or silent or (working and steps % REPORT_STEPS == 0) or (news and not working):
-                yield Report([Progress.take(r) for r in news.values()], stats)
-                news = {}
+            if waited_for or more_or_fewer or silent or not working or steps % REPORT_STEPS == 0:
+                progress: list[Progress] = []
+                for request in self.engine.outbox.values():
+                    progress += [Progress.take(sample) for sample in request.samples if sample.unreported]
+                self.engine.outbox.clear()
+                yield Report(progress, stats)
                 load = (stats.num_running, stats.num_waiting)
                 reported = time.monotonic()
 
     def _run_commands(self, wait: float) -> None:
         """Execute the commands that have come, or wait up to `wait` seconds for the first one."""
-        try:
-            self._execute(self._commands.get(timeout=wait) if wait else self._commands.get_nowait())
+        with contextlib.suppress(Empty):
             while True:
-                self._execute(self._commands.get_nowait())
-        except Empty:
-            return
+                self._execute(*self._commands.get(timeout=wait))
+                wait = 0.0
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, result: Future, method: str, args: tuple) -> None:
         try:
-            if command.method == "add_request":
-                self._add_request(*command.args)
-            else:
-                command.result.set_result(getattr(self.engine, command.method)(*command.args))
+            result.set_result(getattr(self.engine, method)(*args))
         except Exception as error:
-            command.result.set_exception(error)
+            result.set_exception(error)
+            if method == "add_request":  # nobody waits for the result
+                request = args[0]
+                request.finish("error", f"{type(error).__name__}: {error}")
+                self.engine.outbox[request.request_id] = request
 
-    def _add_request(self, request: Request) -> None:
-        """Add a request, or report it as failed."""
-        for sample in request.samples:
-            sample.reported = len(sample.sampled)
-            sample.reported_end = sample.finish_reason is not None
-        try:
-            self.engine.add_request(request)
-        except Exception as error:
-            request.finish("error", f"{type(error).__name__}: {error}")
-            self.engine.outbox[request.request_id] = request
+
+class Host:
+    """The class of the actors. worker: once it is loaded; replica: beside the first stage's worker, once started."""
+
+    worker: StageWorker
+    replica: Replica
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
+
+    def load(self, *args: Any) -> WorkerInfo:
+        """Make the worker, a StageWorker(*args), and describe it."""
+        self.worker = StageWorker(*args)
+        return self.worker.info()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker and return its result."""
+        return getattr(self.worker, method)(*args)
+
+    def start(
+        self, path: pathlib.Path, config: EngineConfig, model: ModelInfo, stages: Sequence[Actor]
+    ) -> tuple[EngineStats, int]:
+        """Make the engine, whose later stages are in other actors. Return its stats, and its capacity in tokens."""
+        self.replica = Replica(path, config, PipelineExecutor(config, model, self.worker, stages))
+        return self.replica.engine.stats(), self.replica.engine.capacity
+
+    def run(self) -> Iterator[Report]:
+        """Let the engine step, and yield its reports."""
+        yield from self.replica.run()
+
+    def post(self, method: str, *args: Any) -> None:
+        """Have a method of the engine called between two steps."""
+        self.replica.post(method, *args)
+
+    def command(self, method: str, *args: Any) -> Any:
+        """Have a method of the engine called between two steps, and return its result."""
+        return self.replica.post(method, *args).result()
+
+    def live(self) -> None:
+        """Return never: who waits for the result learns of the process's death."""
+        threading.Event().wait()

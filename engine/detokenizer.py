@@ -7,13 +7,19 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """The methods of transformers' tokenizers that the engine needs."""
+    """The methods of transformers' tokenizers that the engine and the server need."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        """Return the vocabulary's entries of token ids."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all entries."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
         """Return a conversation as text; see transformers."""

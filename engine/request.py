@@ -41,6 +41,8 @@ class Sample(Sequence):
         """The state that goes to a replica: with the tokens, without KV, which is computed again there."""
         kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text"
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
+        fresh.reported = len(self.sampled)
+        fresh.reported_end = self.finish_reason is not None
         return fresh.__dict__ | {name: self.__dict__[name] for name in kept}
 
     def append(self, token: SampledToken, version: int, stale_kv: bool = False) -> None:
@@ -50,7 +52,7 @@ class Sample(Sequence):
         self.versions.append((version, stale_kv))
 
     @property
-    def news(self) -> bool:
+    def unreported(self) -> bool:
         """True if tokens or the end have not been reported yet."""
         return len(self.sampled) > self.reported or (self.finish_reason is not None and not self.reported_end)
 
@@ -134,7 +136,7 @@ class Request:
     def take_output(self, tokenizer: Tokenizer | None) -> RequestOutput:
         """Return a snapshot, or what is new since the last one, which then counts as reported."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
-        samples = [s for s in self.samples if not delta or s.news]
+        samples = [s for s in self.samples if not delta or s.unreported]
         scores = None if self.params.prompt_logprobs is None or self.partly_scored else self.prompt_scores
         if delta and all(s.reported for s in self.samples):  # reported before
             scores = None

@@ -15,6 +15,7 @@ from samebits import LLM
 from helpers import faults
 from helpers.cluster_runs import SMALL, bits, generate, run_and
 from helpers.models import make_checkpoint
+from step_trace import start_trace, take_trace
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +133,9 @@ def test_stages_work_at_the_same_time(tmp_path):
     shares = []
     for batches in (1, 4):
         with LLM(path, pipeline_parallel_size=2, batches_in_flight=batches, **settings) as llm:
-            llm.engine.workers.collective_rpc("take_trace")
+            start_trace(llm)
             generate(llm)
-            first, second = llm.engine.workers.collective_rpc("take_trace")
+            first, second = take_trace(llm)
         assert len(first) == len(second) >= 60 * batches
         both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
         shares.append(both / sum(b - a for a, b in second))

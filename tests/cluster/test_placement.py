@@ -63,7 +63,9 @@ def test_rays_workers_share_nodes_not_one_machine(monkeypatch, nodes, taken, dev
     free = {"CPU": float(sum(cpus for cpus, _ in nodes) - taken)}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(placing, "nodes", lambda: nodes)
-    monkeypatch.setattr(placing, "ray", lambda: SimpleNamespace(available_resources=lambda: free))
+    monkeypatch.setattr(
+        placing, "ray", SimpleNamespace(available_resources=lambda: free, cluster_resources=lambda: free)
+    )
     config = EngineConfig(replicas=workers, backend="ray", device=device)
     assert placing.threads_per_worker(config) == threads
     assert placing.sharers_of_memory(config, threads) == sharers
@@ -71,9 +73,15 @@ def test_rays_workers_share_nodes_not_one_machine(monkeypatch, nodes, taken, dev
     assert placing.threads_per_worker(config) == 3
 
 
+def test_all_workers_share_the_memory_of_a_local_cluster(monkeypatch):
+    resources = {"CPU": 2.0, placing.LOCAL: 1.0}
+    monkeypatch.setattr(placing, "ray", SimpleNamespace(cluster_resources=lambda: resources))
+    assert placing.sharers_of_memory(EngineConfig(replicas=4, backend="ray"), 1) == 4
+
+
 def test_a_cluster_without_room_is_an_error_in_time(paths, ray_cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    with pytest.raises(WorkerError, match=r"no room for 3 stage"):
+    with pytest.raises(WorkerError, match=r"could not place 3 stage"):
         LLM(paths[0], replicas=2, pipeline_parallel_size=3, backend="ray", start_timeout=3.0, **SMALL)
 
 
@@ -117,22 +125,25 @@ def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(paths):
     assert said.startswith("WorkerError Ray was shut down") and again == "False"
 
 
-GROWS = """
+TWO_ENGINES = """
 import sys
 from samebits import LLM, SamplingParams
 
+engines = []
 for stages in (1, 2):
-    llm = LLM(sys.argv[1], replicas=2, pipeline_parallel_size=stages, kv_cache_memory_bytes=2**20)
+    engines.append(LLM(sys.argv[1], replicas=2, pipeline_parallel_size=stages, kv_cache_memory_bytes=2**20))
+for llm in engines:
     print(llm.generate([[5, 6, 7]], SamplingParams(seed=0, max_tokens=4), use_tqdm=False)[0].completions[0].token_ids)
     llm.close()
 """
 
 
 @pytest.mark.slow
-def test_an_engine_gets_room_that_the_local_cluster_of_a_smaller_one_before_it_has_not(paths):
+def test_a_second_larger_engine_starts_on_the_local_cluster_of_the_first(paths):
+    """While the first one serves, whatever CPUs the machine has."""
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         environment = os.environ | {"RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
-        command = [sys.executable, "-c", GROWS, str(paths[0])]
+        command = [sys.executable, "-c", TWO_ENGINES, str(paths[0])]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     small, large = done.stdout.splitlines()[-2:]

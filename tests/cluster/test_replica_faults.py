@@ -37,7 +37,7 @@ def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expect
 
 def test_replicas_that_die_together_cost_no_request(pair, paths, expected, monkeypatch):
     """A request isn't held to be the cause of a death that it was only sent to."""
-    monkeypatch.setattr("samebits.cluster.replicated_engine.MAX_DEATHS", 2)
+    monkeypatch.setattr("samebits.cluster.dispatcher.MAX_DEATHS", 2)
     pair.update_weights(paths[0])
     victims = [faults.process_of(one) for one in pair.engine.replicas]
     outputs = run_and(pair, lambda: [victim.kill() for victim in victims])
@@ -73,7 +73,7 @@ def test_a_request_that_kills_replicas_is_given_up(paths, ray_cluster):
         deadline = time.monotonic() + 90
         while llm.has_unfinished_requests() and time.monotonic() < deadline:
             output = ([output, *llm.step()])[-1]
-            now = next((one.client for one in llm.engine.replicas if one.received), None)
+            now = next((a.client for a in llm.engine.dispatcher.assigned.values() if a.received), None)
             if now is not None and now is not killed:
                 killed = now
                 faults.kill(now)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from samebits import LLM
-from samebits.cluster import workers
+from samebits.cluster.actors import RemoteWorkers
 from samebits.engine import WeightUpdateError, WorkerError
 from samebits.engine.weights import TransferError, WeightGroup, free_port, specs_of
 from samebits.trainer import exact_model, token_logprobs
@@ -137,8 +137,8 @@ def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, path
     before = pair.update_weights(paths[0])
     victim = pair.engine.replicas[0]
 
-    def unknown(call, target, method, verb, update_id, *args):
-        return call(target, method, verb, "no such update", *args)
+    def unknown(start, group, method, verb, update_id, *args):
+        return start(group, method, verb, "no such update", *args)
 
     faults.at(monkeypatch, victim, "switch_weights", faults.dies(victim) if how == "dies" else unknown)
     version = pair.update_weights(exact_model(paths[1]))
@@ -146,7 +146,7 @@ def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, path
     wait_for(lambda: faults.serve(pair), 60)
     outputs = generate(pair)
     assert bits(outputs) == expected[1] and {c.weight_version for o in outputs for c in o.completions} == {version}
-    assert min(one.stats.generation_tokens for one in pair.engine.replicas) > 0
+    assert min(client.stats.generation_tokens for client in pair.engine.serving) > 0
 
 
 @pytest.mark.parametrize("phase", ["transfer", "prepare"])
@@ -155,8 +155,8 @@ def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, p
     version = pair.update_weights(exact_model(paths[0]))
     before = [one.client for one in pair.engine.replicas]
 
-    def torn(call, target, method, update_id, flat, specs):
-        return call(target, method, update_id, np.zeros(3, np.uint8), specs)
+    def torn(start, group, method, verb, update_id, flat, specs):
+        return start(group, method, verb, update_id, np.zeros(3, np.uint8), specs)
 
     with monkeypatch.context() as patch:
         faults.at(patch, pair.engine.replicas[1], "load_bucket", torn if phase == "transfer" else faults.lost)
@@ -235,7 +235,7 @@ def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, t
     pair.update_weights(paths[0])
     path = tmp_path / "model"
     shutil.copytree(paths[0], path)
-    before = workers.RemoteWorkers.collective_rpc
+    before = RemoteWorkers.collective_rpc
 
     def read_and_write(self, method, *args, **options):
         found = before(self, method, *args, **options)
@@ -243,7 +243,7 @@ def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, t
             shutil.copytree(paths[1], path, dirs_exist_ok=True)
         return found
 
-    monkeypatch.setattr(workers.RemoteWorkers, "collective_rpc", read_and_write)
+    monkeypatch.setattr(RemoteWorkers, "collective_rpc", read_and_write)
     with pytest.raises(WeightUpdateError, match="changed while they were read"):
         pair.update_weights(path)
     assert bits(generate(pair)) == expected[0]
@@ -258,7 +258,7 @@ def test_a_new_replica_gets_weights_that_only_others_have(pair, paths, expected)
     outputs = generate(pair)
     assert bits(outputs) == expected[1]
     assert {c.weight_version for o in outputs for c in o.completions} == {version}
-    assert pair.engine.replicas[1].stats.generation_tokens > 0
+    assert pair.engine.replicas[1].client.stats.generation_tokens > 0
 
 
 @pytest.mark.slow
@@ -275,8 +275,8 @@ def test_replicas_that_come_back_together_copy_weights_from_those_that_serve(pat
         assert replicas[0].client is donor
         assert bits(generate(llm)) == expected[1]
         launched = []
-        launch = llm.engine._launch
-        monkeypatch.setattr(llm.engine, "_launch", lambda one: launched.append(one.index) or launch(one))
+        start = llm.engine._start
+        monkeypatch.setattr(llm.engine, "_start", lambda one: launched.append(one.index) or start(one))
         lender = replicas[2 % 2]  # the one that `_admit` chooses for the third of three, where two serve
         faults.at(monkeypatch, lender, "read_weights", faults.dies(lender))
         faults.kill(replicas[2])

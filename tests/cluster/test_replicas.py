@@ -20,10 +20,10 @@ from helpers.serving import wait_for
 
 def test_replicas_share_the_work_and_change_no_bit(pair, paths, expected):
     pair.update_weights(paths[0])
-    before = [h.stats.generation_tokens for h in pair.engine.replicas]
+    before = [client.stats.generation_tokens for client in pair.engine.serving]
     outputs = generate(pair)
     assert bits(outputs) == expected[0]
-    shares = [h.stats.generation_tokens - b for h, b in zip(pair.engine.replicas, before, strict=True)]
+    shares = [c.stats.generation_tokens - b for c, b in zip(pair.engine.serving, before, strict=True)]
     assert sum(shares) == len(PROMPTS) * 2 * 60 and min(shares) == max(shares), "not the least loaded got the request"
     model = exact_model(paths[0])
     for prompt, out in zip(PROMPTS, outputs, strict=True):
@@ -40,7 +40,7 @@ def test_a_prompts_start_goes_where_it_is_known(pair):
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 128)
     crowd = [[*long[:100], i] for i in range(40)]
     pair.generate(crowd, short, use_tqdm=False)
-    assert all(h.stats.generation_tokens > 0 for h in pair.engine.replicas), "affinity went before the load"
+    assert all(client.stats.generation_tokens > 0 for client in pair.engine.serving), "affinity went before the load"
 
 
 def test_streams_aborts_and_errors_behave_as_in_one_engine(pair, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_message_that_cant_be_read_is_an_answer_not_a_death(pair):
 def test_tokens_that_nobody_waits_for_are_reported_seldom(paths, expected, monkeypatch):
     """Of requests whose end alone is asked for: when more or fewer run, after REPORT_STEPS, and at a pause."""
     config = EngineConfig(**SMALL)
-    far = replica.Replica(paths[0], config, LocalExecutor(paths[0], config), 1)
+    far = replica.Replica(paths[0], config, LocalExecutor(paths[0], config))
     llm = LLM(paths[0], **SMALL)
     reports = far.run()
     near = {}

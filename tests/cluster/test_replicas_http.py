@@ -39,10 +39,9 @@ def test_a_request_does_not_wait_for_news_of_busy_replicas(paths, expected, ray_
     """One replica is long in a step, nobody else has work: the engine's thread waits for its report."""
     monkeypatch.setattr("samebits.cluster.replicated_engine.POLL", 60.0)
     with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
-        busy, idle = server.llm.engine.replicas
         with in_background(client.generate, PROMPTS[:1], PARAMS) as late:
-            wait_for(lambda: busy.received or idle.received)
-            busy, idle = (busy, idle) if busy.received else (idle, busy)
+            wait_for(lambda: any(a.received for a in list(server.llm.engine.dispatcher.assigned.values())))
+            busy = next(a.client for a in list(server.llm.engine.dispatcher.assigned.values()))
             stopped = faults.process_of(busy)
             stopped.suspend()
             try:

@@ -18,8 +18,6 @@ from samebits.engine.request import Request, Sample
 if TYPE_CHECKING:
     from samebits.cluster.actors import Actor, Call
 
-ENGINE = "command", "post"
-
 
 # --- an engine in this process --------------------------------------------------------------------------------------
 
@@ -124,29 +122,29 @@ def stop(worker) -> None:
 
 
 def at(monkeypatch, worker, verb: str, fault) -> None:
-    """From now on a verb to a worker is fault(call, target, method, *args) instead of call(target, method, *args)."""
+    """From now on a verb to a worker or engine is fault(start, group, method, verb, *args) instead of a start of it."""
     for actor in actors_of(worker):
 
-        def call(target, method, *args, original=actor.call):
-            inner = args[0] if method in ENGINE else method
-            return fault(original, target, method, *args) if inner == verb else original(target, method, *args)
+        def start(group, method, *args, original=actor.start):
+            found = args and args[0] == verb
+            return fault(original, group, method, *args) if found else original(group, method, *args)
 
-        monkeypatch.setattr(actor, "call", call)
+        monkeypatch.setattr(actor, "start", start)
 
 
 def dies(worker):
     """A fault: the worker's process dies before the verb reaches it."""
     process = process_of(worker)
 
-    def fault(call, *args):
+    def fault(start, *args):
         process.kill()
         time.sleep(0.3)
-        return call(*args)
+        return start(*args)
 
     return fault
 
 
-def lost(call, *args) -> Call:
+def lost(start, *args) -> Call:
     """A fault: the verb is answered and not executed."""
     import ray
 

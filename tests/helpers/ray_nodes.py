@@ -59,15 +59,18 @@ def main(old: str, new: str) -> None:
             time.sleep(0.1)
         engine.config = dataclasses.replace(config, start_timeout=60.0)
         update = llm.begin_weight_update()
+        held = []
+        wait = engine._wait_for_update
+        engine._wait_for_update = lambda: held.append(1) or wait()
         cluster.add_node(num_cpus=1)
         update.load(exact_model(old))
-        wait_for(lambda: states() == ["serving", "starting"] and engine._held)
+        wait_for(lambda: states() == ["serving", "starting"] and held)
         found["through"] = llm.commit_weight_update(update)
         wait_for(lambda: states() == ["serving", "serving"])
         found["again"] = tokens(llm.generate(prompts, params, False)) == expected[0]
-        before = [one.stats.generation_tokens for one in engine.replicas]
+        before = [client.stats.generation_tokens for client in engine.serving]
         llm.generate([[900 + i] for i in range(6)], params, False)  # which neither knows
-        found["shares"] = [one.stats.generation_tokens - b for one, b in zip(engine.replicas, before, strict=True)]
+        found["shares"] = [c.stats.generation_tokens - b for c, b in zip(engine.serving, before, strict=True)]
     ray.shutdown()
     cluster.shutdown()
     print(json.dumps(found))
