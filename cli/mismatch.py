@@ -18,7 +18,7 @@ from ..correction import Correction, Diagnosis, LogProbs
 from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
 from ..correction.losses import Mode
 from ..engine.sampling_params import SamplingParams
-from ..engine.weights import buckets
+from ..engine.weights.spec import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
 TOKENS_PER_BATCH = 1 << 18

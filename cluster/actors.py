@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..engine.config import EngineConfig
-from ..engine.weights import TensorSpec, WorkerError, Workers, arguments_of, buckets, join_bucket
-from ..engine.weights.spec import split_bucket
+from ..engine.weights import TensorSpec, WorkerError, Workers
+from ..engine.weights.spec import buckets, join_bucket, split_bucket
+from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from .ray_cluster import Placement, check_connected
 

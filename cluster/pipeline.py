@@ -24,8 +24,9 @@ from ..engine.executor import Executor, ModelInfo, StepResult
 from ..engine.planner import Plan
 from ..engine.request import SampledToken
 from ..engine.sampler import SamplerOutput
-from ..engine.weights import WorkerError, arguments_of, free_port
-from ..engine.weights.group import new_backend
+from ..engine.weights import WorkerError
+from ..engine.weights.group import free_port, new_backend
+from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from ..model.stage import Layers
 from .actors import Actor, Call, gather

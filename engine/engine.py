@@ -11,7 +11,9 @@ from ..kernels.contract import Contract
 from .config import EngineConfig
 from .outputs import EngineStats
 from .request import Request
-from .weights import Source, WeightTable, WeightUpdate, Workers, gathering
+from .weights import WeightTable, WeightUpdate, Workers
+from .weights.spec import gathering
+from .weights.table import Source
 
 MEMORY_TAGS = ("weights", "kv_cache")
 

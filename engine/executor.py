@@ -16,7 +16,8 @@ from .config import EngineConfig
 from .planner import Plan
 from .request import SampledToken
 from .sampler import SamplerOutput
-from .weights import WeightTable, Workers, arguments_of
+from .weights import WeightTable, Workers
+from .weights.workers import arguments_of
 from .worker import Worker, WorkerInfo
 
 

@@ -6,6 +6,7 @@ import hashlib
 import pathlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -19,31 +20,21 @@ Prompt = str | Sequence[int] | dict[str, Any]
 _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 
 
+@dataclass
 class InputProcessor:
-    """Checks and tokenises prompts. Holds no state of the engine: threads may each use one with their own tokenizer."""
+    """Checks and tokenises prompts. Holds no state of the engine: threads may each use one with their own tokenizer.
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        where: str,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
-    ):
-        self.tokenizer = tokenizer
-        self.where = where
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
+    where: what to call the model in errors.
+    """
 
-    def process(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        use_prefix_cache: bool,
-    ) -> Request:
-        """A request of `params.n` samples; ValueError or TypeError if it can't be served."""
+    tokenizer: Tokenizer | None
+    where: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def process(self, prompt: Prompt, params: SamplingParams, request_id: str, use_prefix_cache: bool) -> Request:
+        """Return a request of `params.n` samples; ValueError or TypeError if it can't be served."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, cache_salt = self._token_ids(prompt)

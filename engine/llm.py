@@ -21,7 +21,8 @@ from .interrupts import deferred_interrupt
 from .outputs import EngineStats, RequestOutput
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
-from .weights import Source, WeightUpdate
+from .weights import WeightUpdate
+from .weights.table import Source
 
 
 class LLM:

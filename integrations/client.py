@@ -14,15 +14,9 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.weights import (
-    DEFAULT_GROUP_NAME,
-    TensorSpec,
-    WeightGroup,
-    check_contract,
-    free_port,
-    full_tensors,
-    specs_of,
-)
+from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
+from ..engine.weights.group import DEFAULT_GROUP_NAME, free_port
+from ..engine.weights.spec import full_tensors
 from ..kernels.contract import Contract
 
 BUCKET_BYTES = 64 * 2**20

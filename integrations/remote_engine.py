@@ -14,7 +14,9 @@ from transformers import GenerationConfig
 from ..engine import Completion, Engine, EngineConfig, EngineStats, RequestOutput
 from ..engine.engine import MEMORY_TAGS
 from ..engine.request import Request, Sample, SampledToken
-from ..engine.weights import Source, check_contract, gathering, specs_of
+from ..engine.weights import check_contract, specs_of
+from ..engine.weights.spec import gathering
+from ..engine.weights.table import Source
 from ..model.checkpoint import resolve
 from ..model.exact import eos_token_ids, load_config
 from ..trainer.fsdp import together

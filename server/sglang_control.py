@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BeforeValidator, Field
 
-from ..engine.weights import DEFAULT_GROUP_NAME, WHOLE, TensorSpec, parse_specs
+from ..engine.weights import TensorSpec
+from ..engine.weights.group import DEFAULT_GROUP_NAME, WHOLE
+from ..engine.weights.spec import parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import Served
 

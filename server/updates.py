@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
-from ..engine.weights import DEFAULT_LABEL, TensorSpec
+from ..engine.weights import TensorSpec
+from ..engine.weights.spec import DEFAULT_LABEL
 from .async_engine import AsyncEngine, fulfil
 
 logger = logging.getLogger(__name__)

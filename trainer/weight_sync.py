@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine.weights import buckets, checksum, full_tensors
+from ..engine.weights.spec import buckets, checksum, full_tensors
 from .atomic import publish, sync
 from .fsdp import together
 

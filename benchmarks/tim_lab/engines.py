@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from samebits import LLM, Completion, RequestOutput, SamplingParams
 from samebits.engine import VersionSpan
-from samebits.engine.weights import full_tensors
+from samebits.engine.weights.spec import full_tensors
 from samebits.integrations import RemoteEngine
 
 

@@ -78,7 +78,7 @@ def execute(run: Run, model: pathlib.Path, out: pathlib.Path, steps: int) -> Non
 
     from samebits import LLM, SamplingParams
     from samebits.correction import Correction, preset
-    from samebits.engine.weights import full_tensors
+    from samebits.engine.weights.spec import full_tensors
     from samebits.trainer.rl import TrainConfig, Trainer, make_task
     from samebits.trainer.rl.rollout import RolloutWorker
 

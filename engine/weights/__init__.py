@@ -1,28 +1,12 @@
 """Weight updates: one `WeightUpdate` from any source to all workers, and the process groups that tensors come over."""
 
-from .group import DEFAULT_GROUP_NAME, DEFAULT_TIMEOUT, WHOLE, TransferError, WeightGroup, free_port
-from .spec import (
-    DEFAULT_LABEL,
-    TensorSpec,
-    buckets,
-    checksum,
-    full_tensors,
-    gathering,
-    join_bucket,
-    parse_specs,
-    specs_of,
-)
-from .table import Source, WeightTable, WeightUpdateError, check_contract
+from .group import TransferError, WeightGroup
+from .spec import TensorSpec, specs_of
+from .table import WeightTable, WeightUpdateError, check_contract
 from .update import WeightUpdate
-from .workers import PerWorker, WorkerError, Workers, arguments_of
+from .workers import WorkerError, Workers
 
 __all__ = [
-    "DEFAULT_GROUP_NAME",
-    "DEFAULT_LABEL",
-    "DEFAULT_TIMEOUT",
-    "WHOLE",
-    "PerWorker",
-    "Source",
     "TensorSpec",
     "TransferError",
     "WeightGroup",
@@ -31,14 +15,6 @@ __all__ = [
     "WeightUpdateError",
     "WorkerError",
     "Workers",
-    "arguments_of",
-    "buckets",
     "check_contract",
-    "checksum",
-    "free_port",
-    "full_tensors",
-    "gathering",
-    "join_bucket",
-    "parse_specs",
     "specs_of",
 ]

@@ -15,10 +15,12 @@ their senders work with it too.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -42,6 +44,7 @@ class TransferError(RuntimeError):
     """The group could not be made, or a broadcast failed or timed out. The group is of no more use."""
 
 
+@dataclass(eq=False)
 class WeightGroup:
     """A process group named `name` of `world_size` ranks. Creating it waits for all of them.
 
@@ -51,35 +54,34 @@ class WeightGroup:
     None is a broadcast per tensor; a number puts consecutive tensors together, up to that many bytes.
     """
 
-    def __init__(
-        self,
-        master_address: str,
-        master_port: int | str,
-        rank: int,
-        world_size: int,
-        name: str = DEFAULT_GROUP_NAME,
-        backend: str = "gloo",
-        timeout: float = DEFAULT_TIMEOUT,
-    ):
+    master_address: str
+    master_port: int | str
+    rank: int
+    world_size: int
+    name: str = DEFAULT_GROUP_NAME
+    backend: str = "gloo"
+    timeout: float = DEFAULT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        backend = self.backend
+        rank = self.rank
+        world_size = self.world_size
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r}; choose 'gloo' or 'nccl'")
         if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise ValueError("backend 'nccl' needs a CUDA device, and there is none here; use 'gloo'")
         if not 0 <= rank < world_size or world_size < 2:
             raise ValueError(f"rank {rank} of world_size {world_size}: expected at least 2 ranks, counted from 0")
-        self.name = name
-        self.rank = rank
-        self.world_size = world_size
-        self.backend = backend
-        self.timeout = timeout
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        where = f"{master_address}:{master_port}"
-        logger.info("joining weight group %r at %s as rank %d of %d over %s", name, where, rank, world_size, backend)
+        where = f"{self.master_address}:{self.master_port}"
+        logger.info(
+            "joining weight group %r at %s as rank %d of %d over %s", self.name, where, rank, world_size, backend
+        )
         try:
-            self._backend: Any = new_backend(where, rank, world_size, name, backend, timeout)
+            self._backend: Any = new_backend(where, rank, world_size, self.name, backend, self.timeout)
         except (RuntimeError, ValueError) as error:  # torch's: timed out, refused
             raise TransferError(
-                f"rank {rank} of {world_size} could not join weight group {name!r} at {where} in {timeout:g} s: {error}"
+                f"rank {rank} of {world_size} could not join weight group {self.name!r} at {where} in {self.timeout:g} s: {error}"
             ) from error
 
     @property
@@ -205,9 +207,4 @@ def _buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield the items, each when the one after it has been made."""
-    source = iter(items)
-    for current in source:
-        for following in source:
-            yield current
-            current = following
-        yield current
+    return (current for current, _ in itertools.pairwise(itertools.chain(items, [None])))  # type: ignore[misc]

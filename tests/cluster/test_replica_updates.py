@@ -11,7 +11,8 @@ import pytest
 from samebits import LLM
 from samebits.cluster.actors import RemoteWorkers
 from samebits.engine import WeightUpdateError, WorkerError
-from samebits.engine.weights import TransferError, WeightGroup, free_port, specs_of
+from samebits.engine.weights import TransferError, WeightGroup, specs_of
+from samebits.engine.weights.group import free_port
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import faults

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samebits import LLM, NumericsError, SamplingParams
-from samebits.engine.weights import WHOLE, TransferError, WeightGroup, specs_of
+from samebits.engine.weights import TransferError, WeightGroup, specs_of
+from samebits.engine.weights.group import WHOLE
 from samebits.integrations import Client, ServerError
 from samebits.server.updates import MAX_LABELS, VersionLabels
 from samebits.trainer import exact_model, token_logprobs

@@ -7,7 +7,9 @@ import socket
 import pytest
 import torch
 
-from samebits.engine.weights import WHOLE, TensorSpec, TransferError, WeightGroup, parse_specs, specs_of
+from samebits.engine.weights import TensorSpec, TransferError, WeightGroup, specs_of
+from samebits.engine.weights.group import WHOLE
+from samebits.engine.weights.spec import parse_specs
 
 from helpers import transfer_peer
 from helpers.transfer_peer import tensors
