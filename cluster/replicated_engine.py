@@ -68,8 +68,7 @@ class ReplicatedEngine(WorkerEngine):
         self._events: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closed = False
         self.dispatcher = Dispatcher(self, self._events)
-        self._update: WeightUpdate | None = None  # the last one begun: no replica is admitted while it is open
-        self._update_until = 0.0
+        self._updates: list[tuple[WeightUpdate, float]] = []  # no replica is admitted while one is open, up to a time
         self._workers: RemoteWorkers | None = None
         self._model: ModelInfo | None = None  # what all replicas must have, once all have started
         self._all_clients: list[ReplicaClient] = []  # that ever served
@@ -291,8 +290,8 @@ class ReplicatedEngine(WorkerEngine):
 
     @property
     def _update_is_open(self) -> bool:
-        update = self._update
-        return update is not None and update.open and time.monotonic() < self._update_until
+        now = time.monotonic()
+        return any(update.open and now < until for update, until in self._updates)
 
     def _wait_until_one_serves(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout
@@ -303,14 +302,16 @@ class ReplicatedEngine(WorkerEngine):
     def begin_weight_update(self) -> WeightUpdate:
         """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
         self._wait_until_one_serves()
-        self._update = WeightUpdate(self.workers, self.table)
-        self._update_until = time.monotonic() + self.config.start_timeout
-        return self._update
+        update = WeightUpdate(self.workers, self.table)
+        still_open = [pair for pair in self._updates if pair[0].open]
+        self._updates = [*still_open, (update, time.monotonic() + self.config.start_timeout)]
+        return update
 
     def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
         """Put an update in force that all replicas have. Then there is no way back: one that fails starts anew."""
         self.poll()
         if update.workers is not self._workers:
+            update.abort()
             raise WeightUpdateError("a replica died or joined during the update; send it again")
         update.prepare()
         with deferred_interrupt():

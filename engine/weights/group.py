@@ -74,14 +74,13 @@ class WeightGroup:
             raise ValueError(f"rank {rank} of world_size {world_size}: expected at least 2 ranks, counted from 0")
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         where = f"{self.master_address}:{self.master_port}"
-        logger.info(
-            "joining weight group %r at %s as rank %d of %d over %s", self.name, where, rank, world_size, backend
-        )
+        logger.info("joining weight group %r at %s as rank %d of %d", self.name, where, rank, world_size)
         try:
             self._backend: Any = new_backend(where, rank, world_size, self.name, backend, self.timeout)
         except (RuntimeError, ValueError) as error:  # torch's: timed out, refused
             raise TransferError(
-                f"rank {rank} of {world_size} could not join weight group {self.name!r} at {where} in {self.timeout:g} s: {error}"
+                f"rank {rank} of {world_size} could not join weight group {self.name!r} at {where} in "
+                f"{self.timeout:g} s: {error}"
             ) from error
 
     @property

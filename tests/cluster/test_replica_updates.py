@@ -133,6 +133,21 @@ def test_a_replica_that_dies_in_a_weight_group_takes_the_update_with_it(pair, pa
     assert bits(generate(pair)) == expected[0]
 
 
+def test_two_open_updates_are_both_good_and_hold_new_replicas_back(pair, paths, expected):
+    """As with one replica: each handle is good for one commit, whichever was opened first."""
+    version = pair.update_weights(paths[0])
+    first, second = pair.begin_weight_update(), pair.begin_weight_update()
+    first.load(exact_model(paths[1]))
+    assert pair.commit_weight_update(first) == version + 1
+    assert bits(generate(pair)) == expected[1]
+    faults.kill(pair.engine.replicas[1])
+    wait_for(lambda: faults.serve(pair, 1), 60)
+    with pytest.raises(WeightUpdateError, match="send it again"):  # the replicas are not those that it was begun with
+        pair.commit_weight_update(second)
+    wait_for(lambda: faults.serve(pair), 60)  # nothing holds the new replica back any more
+    assert pair.weight_version == version + 1 and bits(generate(pair)) == expected[1]
+
+
 @pytest.mark.parametrize("how", ["dies", "fails"])
 def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, paths, expected, how, monkeypatch):
     before = pair.update_weights(paths[0])
