@@ -35,7 +35,7 @@ def measure(
     turn: Callable[[], object] = lambda: None,
     **settings,
 ) -> dict:
-    """Times the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared.
+    """Time the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared.
 
     turn: called before each run, to wait for others. settings: more of `EngineConfig`.
     """

@@ -27,8 +27,10 @@ CONTEXT = 12  # tokens shown before a worst token
 
 @dataclass
 class Report:
-    """summary: see `Diagnosis.summary`; worst: the tokens with the largest |d|, in context; trainer_gap: the largest
-    |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones; warnings: sentences."""
+    """A measured mismatch. summary: see `Diagnosis.summary`; worst: the tokens with the largest |d|, in context;
+    trainer_gap: the largest |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones;
+    warnings: sentences.
+    """
 
     summary: dict[str, Any]
     survival: tuple[list[float], list[float]]
@@ -69,7 +71,7 @@ def packed(rollouts: list[Rollout], trainer: Literal["old", "reference"]) -> Log
 def diagnose(
     path: str | Path, model: Any = None, params: SamplingParams | None = None, worst: int = 20, use_tqdm: bool = True
 ) -> Report:
-    """Reads a file of rollouts once, and measures engine against trainer; with a model, against its exact scores."""
+    """Read a file of rollouts once, and measure engine against trainer; with a model, against its exact scores."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)
     if model is not None:
@@ -108,7 +110,7 @@ _COPIED = (
 
 
 def _flips(rollouts: list[Rollout]) -> torch.Tensor:
-    """As `Diagnosis.add` takes them, of all tokens."""
+    """Arrays of all tokens, as `Diagnosis.add` takes them."""
 
     def of(rollout: Rollout) -> np.ndarray:
         top = rollout.top_token_ids

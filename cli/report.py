@@ -32,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Plot:
-    """draw: -> PNG; not called for a console."""
+    """A figure of a report. draw: -> PNG; not called for a console."""
 
     title: str
     name: str
@@ -67,7 +67,7 @@ _BIN_COLUMNS = ("bin", "tokens", "mean_abs", "max_abs", "k1", "k3", "exact")
 
 
 def diagnosis(found: Report, decode: Decode | None = None, null: Report | None = None) -> list[Part]:
-    """decode: token ids -> text. null: of exact rollouts, shown beside."""
+    """Make the report of a diagnosis. decode: token ids -> text. null: of exact rollouts, shown beside."""
     columns = {"": found} if null is None else {"engine": found, "exact engine": null}
     summaries = [r.summary for r in columns.values()]
     rows = [[label, *(number(s[key]) for s in summaries)] for key, label in _HEADLINES.items()]
@@ -120,7 +120,7 @@ _BRIEF = 8  # columns of the first table
 
 
 def calibration(found: Calibration, snippets: dict[str, str]) -> list[Part]:
-    """snippets: framework -> configuration text."""
+    """Make the report of a calibration. snippets: framework -> configuration text."""
     verdict = found.verdict
     lines = [f"recommended: {verdict.recommended}" if verdict.recommended else "no recommendation", verdict.reason]
     if verdict.runner_up:

@@ -30,7 +30,8 @@ REPORT_STEPS = 16  # most steps between reports of tokens that nobody waits for,
 
 @dataclass
 class Progress:
-    """What is new of a sample. serial: of its request's assignment; start: the number of the first of its tokens.
+    """A sample's unreported tokens and state. serial: of its request's assignment; start: the number of the first of
+    its tokens.
 
     state: the attributes in `STATE`. prompt_scores: the request's, with its first token.
     """
@@ -71,7 +72,7 @@ class Progress:
 
 @dataclass
 class Report:
-    """What a replica says now and then, at least as a sign of life."""
+    """A replica's report: what is new of its requests, and its load; at least as a sign of life."""
 
     progress: list[Progress]
     stats: EngineStats

@@ -147,7 +147,8 @@ class Correction:
     def __call__(
         self, logprobs: LogProbs, advantages: Tensor | None = None, all_reduce: AllReduce | None = None
     ) -> Corrected:
-        """advantages: in the mask's shape, or one per sequence [sequences]; gates with only_negative need them.
+        """Apply the action. advantages: in the mask's shape, or one per sequence [sequences]; gates with only_negative
+        need them.
 
         all_reduce: with it, `normalize` divides by the mean over all ranks.
         """

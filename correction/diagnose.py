@@ -56,7 +56,7 @@ class Diagnosis:
 
     @torch.no_grad()
     def add(self, logprobs: LogProbs, argmax_flips: Tensor | None = None) -> Tensor:
-        """Adds a batch; returns d, fp64 [valid tokens]. argmax_flips: int [valid tokens], 1 where the two policies'
+        """Add a batch; return d, fp64 [valid tokens]. argmax_flips: int [valid tokens], 1 where the two policies'
         most likely tokens differ, 0 where they don't, -1 where that isn't known."""
         above, below = (logprobs.values(p) for p in self.ratio.split("/"))
         d = above - below
@@ -140,7 +140,7 @@ class Diagnosis:
 
 
 def _totals(logprobs: LogProbs, above: Tensor, below: Tensor) -> dict[str, Tensor]:
-    """What is summed over tokens or sequences, by its name in _TOTALS."""
+    """The sums over tokens or sequences, by their names in _TOTALS."""
     real = logprobs.lengths > 0
     ratio = exp(above - below)
     sequence = exp(logprobs.per_sequence(above - below, "sum"))[real]

@@ -25,8 +25,9 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """loss: a differentiable scalar. clipped: bool [valid tokens], whose gradient a clip removed. corrected: what the
-    correction did."""
+    """A policy loss. loss: a differentiable scalar. clipped: bool [valid tokens], whose gradient a clip removed.
+    corrected: what the correction did.
+    """
 
     loss: Tensor
     clipped: Tensor

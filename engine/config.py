@@ -64,7 +64,7 @@ class EngineConfig:
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute."""
+        """The number of processes that compute."""
         return self.replicas * self.pipeline_parallel_size
 
     @property

@@ -81,12 +81,12 @@ class StepGraphs:
         return len(layout.positions) <= max(self.sizes, default=0)
 
     def clear(self) -> None:
-        """Forgets all graphs, and frees their memory: KV blocks or weights move."""
+        """Forget all graphs, and free their memory: KV blocks or weights move."""
         self._buckets.clear()
         self._pool = None
 
     def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor:
-        """Hidden states [T, hidden]; the next run overwrites them."""
+        """Return hidden states [T, hidden]; the next run overwrites them."""
         count = len(given)
         size = next(s for s in self.sizes if s >= count)
         tokens = 1 if len(layout.lengths) == count else self._kernels.tile_tokens(self._group)
@@ -94,7 +94,7 @@ class StepGraphs:
         try:
             bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
         except torch.OutOfMemoryError:
-            logger.warning("no memory for a graph of %d tokens: steps of so many run without from now on", size)
+            logger.warning("no memory for a graph of %d tokens: such steps run without from now on", size)
             self.sizes = [s for s in self.sizes if s < size]
             self._pool = self._pool if self._buckets else None
         if bucket is None:  # not in the handler, whose traceback holds what the attempt took
@@ -117,7 +117,7 @@ class StepGraphs:
         bucket.numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
     def _capture(self, size: int, tokens: int, given: Tensor) -> _Bucket:
-        """tokens: the most that an item has."""
+        """Record a graph of `size` tokens. tokens: the most that an item has."""
         given = given.new_zeros((size, *given.shape[1:]))
         numbers = torch.zeros(6 * size + size * self._blocks, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1

@@ -37,7 +37,7 @@ class LogitsRow:
 
 @dataclass
 class SamplingMetadata:
-    """What the sampler needs to know of R rows of logits, without the sequences, so that it can travel.
+    """The sampling parameters of R rows of logits, without the sequences, so that they can travel.
 
     tokens int64 [R]: places in the step of the tokens whose hidden states give logits. targets int64 [R]: the token to
     score, or -1. seeds uint64, sample_indices int64, positions int64, [R] each: the random numbers' counters.

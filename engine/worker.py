@@ -92,7 +92,9 @@ class Worker:
         return min(fits, blocks_per_sequence * self.config.max_num_seqs)  # more are of no use
 
     def _kv_memory(self) -> int:
-        """Bytes. On a GPU, its share less what is taken and what a step needs; else a quarter of what is free."""
+        """The bytes for KV. On a GPU, its share less what is taken and what a step needs; else a quarter of what is
+        free.
+        """
         device = self.model.device
         if device.type != "cuda":
             return psutil.virtual_memory().available // 4

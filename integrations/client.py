@@ -99,7 +99,7 @@ class Client:
         version: int | str | None = None,
         address: str | None = None,
     ) -> int | str:
-        """Sends all weights over a process group and returns the version that is then in force.
+        """Send all weights over a process group and return the version that is then in force.
 
         source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
         server reaches this process; by default the interface that leads to the server. The first call makes the group.

@@ -19,7 +19,9 @@ from ..correction.statistics import Aggregate, Ratio, Statistic, require_choice
 
 
 class Translated(NamedTuple):
-    """mode: of `policy_loss`. notes: sentences on known defects and differences that apply to these settings."""
+    """Another framework's settings as ours. mode: of `policy_loss`. notes: sentences on known defects and differences
+    that apply to these settings.
+    """
 
     mode: Mode
     correction: Correction
@@ -78,7 +80,7 @@ def _ratio_bounds(gate: Gate) -> tuple[float, float] | None:
 def _translated(
     weight: Weight | None, gates: list[Gate], bypass: bool, kept: bool, notes: dict[str, Any]
 ) -> Translated:
-    """notes: each with whether it applies."""
+    """Keep the notes that apply. notes: each with whether it applies."""
     mode: Mode = "bypass" if bypass else "decoupled" if weight or gates else "recompute"
     correction = Correction(weight, tuple(gates), "kept" if kept else "original")
     return Translated(mode, correction, tuple(note for note, applies in notes.items() if applies))

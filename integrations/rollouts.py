@@ -265,7 +265,7 @@ _NAMES = {  # in each of these, where a dump has another name than ours
 
 
 def _renamed(data: Mapping[str, Any], format: str) -> dict[str, Any]:
-    """What a dump has, by our names."""
+    """The fields of a dump, by our names."""
     names = {key: _NAMES[key][_DUMPS.index(format)] if key in _NAMES else key for key in _KEYS}
     return {key: data[name] for key, name in names.items() if data.get(name) is not None}
 

@@ -68,7 +68,7 @@ def _smollm2() -> pathlib.Path:
 
 
 def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Writes the GGUF file as safetensors + tokenizer.json; `target` appears whole or not at all."""
+    """Write the GGUF file as safetensors + tokenizer.json; `target` appears whole or not at all."""
     import torch
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer

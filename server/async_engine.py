@@ -187,7 +187,7 @@ class AsyncEngine:
         return asyncio.wrap_future(future)
 
     async def submit(self, requests: Sequence[GenerateRequest], request_id: str) -> Generation:
-        """Admits all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
+        """Admit all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
         if self.refusal is not None:
             raise UnavailableError(self.refusal)
         if self.llm.failure is not None:
@@ -263,14 +263,14 @@ class AsyncEngine:
         return self.call(lambda llm: sum(map(llm.abort, ids)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Ends these requests, or all (None), with finish_reason "abort" and what they have; returns how many."""
+        """End these requests, or all (None), with finish_reason "abort" and what they have; return how many."""
         if request_ids is None:
             return await self.abort_all(self.generations.values())
         found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
         return await self.abort_all(g for g in found if g)
 
     async def pause(self, mode: str, refuse: bool) -> None:
-        """Stops between two steps; returns when nothing runs.
+        """Stop between two steps; return when nothing runs.
 
         mode: "abort" ends what is there; "wait" lets it finish; "keep" leaves it as it is, to go on after `resume` (and
         across a weight update, on the old KV); "retract" takes its KV, to be recomputed. refuse: turn new requests
@@ -296,7 +296,7 @@ class AsyncEngine:
         await self.call(lambda llm: llm.engine.pause(False))
 
     async def drain(self, deadline: float) -> None:
-        """Takes no more requests; lets the rest finish for `deadline` seconds, then aborts it."""
+        """Take no more requests; let the rest finish for `deadline` seconds, then abort it."""
         self.draining = True
         self.refusal = "the server is shutting down"
         if self.paused.is_set():

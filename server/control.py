@@ -64,7 +64,7 @@ class CheckerBody(Body):
 
 @control.post("/pause")
 async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = True):
-    """Stops between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
+    """Stop between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
     await server.engine.pause(mode, refuse=mode != "keep")
     return reply({"status": "paused"})
 
@@ -86,7 +86,7 @@ async def is_paused(server: Served):
 @control.post("/inference/v1/abort_requests")
 @control.post("/abort_requests")
 async def abort_requests(server: Served, body: AbortRequestsBody | None = None):
-    """Ends requests by their ids; an empty list ends all."""
+    """End requests by their ids; an empty list ends all."""
     ids = (body or AbortRequestsBody()).request_ids
     return reply({"status": "aborted", "aborted": await server.engine.abort(ids or None)})
 
@@ -103,7 +103,7 @@ async def reset_prefix_cache(server: Served, reset_running_requests: bool = Fals
 
 @control.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(body: InitTransferBody, server: Served):
-    """Joins a torch process group (`backend`: "gloo" or "nccl") whose rank 0 will send weights.
+    """Join a torch process group (`backend`: "gloo" or "nccl") whose rank 0 will send weights.
 
     vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
     """
@@ -116,7 +116,7 @@ async def init_weight_transfer_engine(body: InitTransferBody, server: Served):
 
 @control.post("/update_weights")
 async def update_weights(body: UpdateBody, server: Served):
-    """Receives tensors over the group, or loads the checkpoint directory `weight_dir`."""
+    """Receive tensors over the group, or load the checkpoint directory `weight_dir`."""
     updates = server.updates
     info = body.update_info
     if info is not None and body.weight_dir is None:
@@ -130,7 +130,7 @@ async def update_weights(body: UpdateBody, server: Served):
 
 @control.post("/update_weight_version")
 async def update_weight_version(body: VersionBody, server: Served):
-    """Renames the version in force."""
+    """Rename the version in force."""
     if body.abort_all_requests:
         await server.engine.abort()
     server.updates.relabel(body.new_version)
@@ -150,8 +150,9 @@ async def weight_info(server: Served):
 
 @control.post("/weight_checker")
 async def weight_checker(body: CheckerBody, server: Served):
-    """checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset: drops the
-    weights, so that nothing can be served before an update has brought all of them."""
+    """Check weights. checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset:
+    drops the weights, so that nothing can be served before an update has brought all of them.
+    """
     if body.action == "reset":
         await server.engine.call(lambda llm: llm.release_memory(["weights"]))
         return reply({"status": "reset"})
@@ -170,7 +171,7 @@ async def weight_checker(body: CheckerBody, server: Served):
 
 @control.post("/sleep")
 async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
-    """Pauses, then frees the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
+    """Pause, then free the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
     await server.engine.pause(mode, refuse=mode != "keep")
     freed = await server.engine.call(lambda llm: llm.sleep(level)) if level else 0
     return reply({"status": "asleep", "level": level, "freed_bytes": freed})
@@ -178,7 +179,7 @@ async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mo
 
 @control.post("/wake_up")
 async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = None):
-    """Takes back what the tags name (weights, kv_cache), or all; goes on when nothing is missing."""
+    """Take back what the tags name (weights, kv_cache), or all; go on when nothing is missing."""
     memory = [t for t in tags or ["weights", "kv_cache"] if t != "scheduling"]
     await server.engine.call(lambda llm: llm.wake_up(memory))
     asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)

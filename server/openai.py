@@ -193,7 +193,7 @@ class _Writer:
         return found
 
     def of_prompt(self, output: RequestOutput) -> dict:
-        """What a reply says about the prompt: in completions a choice's, in chat the whole reply's."""
+        """The prompt's part of a reply: in completions a choice's, in chat the whole reply's."""
         found: dict[str, Any] = {}
         if self.body.return_token_ids:
             found["prompt_token_ids"] = output.prompt_token_ids
@@ -259,7 +259,7 @@ async def _answer(
 
 @router.post("/v1/completions", responses=STREAMING)
 async def completions(body: CompletionRequest, http: Request, server: Served):
-    """Completes prompts: text or token ids, one or several; choices come prompt by prompt."""
+    """Complete prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.params(body.stream, logprobs=body.logprobs or None)
     given: list = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     prompts = [given] if given and isinstance(given[0], int) else given

@@ -39,7 +39,7 @@ def serve(
     shutdown_timeout: float = 30.0,
     **options,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then new requests get 503, and those that run have `shutdown_timeout` seconds to
+    """Serve until SIGTERM or SIGINT; then new requests get 503, and those that run have `shutdown_timeout` seconds to
     finish before they are aborted (a second signal aborts them at once). Returns when all is closed.
 
     options: see `create_app`.

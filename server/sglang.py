@@ -185,7 +185,7 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 
 @router.post("/generate", responses=STREAMING)
 async def generate(body: GenerateBody, http: Request, server: Served):
-    """Generates from text or token ids, one prompt or a batch."""
+    """Generate from text or token ids, one prompt or a batch."""
     prompts, batch = body.prompts()
     rids, rid = body.rids(len(prompts), batch)
     columns = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")

@@ -105,7 +105,7 @@ def done(message: str, **more) -> Any:
 @control.get("/flush_cache")
 @control.post("/flush_cache")
 async def flush_cache(server: Served):
-    """Forgets cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
+    """Forget cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
     paused = server.engine.paused.is_set()
     if server.engine.num_sequences and not paused:
         raise ValueError("requests are running; pause or finish them first")
@@ -125,7 +125,7 @@ async def abort_request(server: Served, body: AbortBody | None = None):
 
 @control.post("/pause_generation")
 async def pause_generation(server: Served, body: PauseBody | None = None):
-    """Stops between two steps. New requests wait until /continue_generation."""
+    """Stop between two steps. New requests wait until /continue_generation."""
     mode = (body or PauseBody()).mode
     await server.engine.pause("keep" if mode == "in_place" else mode, refuse=False)
     return done(f"generation paused ({mode})")
@@ -141,7 +141,7 @@ async def continue_generation(server: Served, body: Body | None = None):
 
 @control.post("/update_weights_from_disk")
 async def update_weights_from_disk(body: FromDiskBody, server: Served):
-    """Loads a checkpoint directory, checked whole before it is in force."""
+    """Load a checkpoint directory, checked whole before it is in force."""
     if body.abort_all_requests:
         await server.engine.abort()
     message = await server.updates.load(body.model_path, body.weight_version)
@@ -150,7 +150,7 @@ async def update_weights_from_disk(body: FromDiskBody, server: Served):
 
 @control.post("/init_weights_update_group")
 async def init_weights_update_group(body: InitGroupBody, server: Served):
-    """Joins a torch process group whose rank 0 will send weights."""
+    """Join a torch process group whose rank 0 will send weights."""
     where = (body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend)
     await server.updates.join(body.group_name, *where)
     return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
@@ -167,7 +167,7 @@ async def destroy_weights_update_group(server: Served, body: GroupBody | None = 
 
 @control.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(body: FromDistributedBody, server: Served):
-    """Receives tensors over a group: all, or a bucket; the version moves when none is missing."""
+    """Receive tensors over a group: all, or a bucket; the version moves when none is missing."""
     manifest = body.specs()
     if body.abort_all_requests:
         await server.engine.abort()
@@ -178,7 +178,9 @@ async def update_weights_from_distributed(body: FromDistributedBody, server: Ser
 @control.post("/start_weight_update")
 @control.post("/begin_weight_update")
 async def begin_weight_update(server: Served, body: WholeUpdateBody | None = None):
-    """Tensors that come from now on are put in force by /finish_weight_update or /end_weight_update, together."""
+    """Begin an update: tensors that come from now on are put in force by /finish_weight_update or /end_weight_update,
+    together.
+    """
     await server.updates.begin()
     return done("weight update begun")
 
@@ -195,7 +197,7 @@ async def end_weight_update(server: Served, body: WholeUpdateBody | None = None)
 @control.get("/release_memory_occupation")
 @control.post("/release_memory_occupation")
 async def release_memory_occupation(server: Served, body: MemoryBody | None = None):
-    """Frees memory; the header x-samebits-freed-bytes says how much. Requests wait."""
+    """Free memory; the header x-samebits-freed-bytes says how much. Requests wait."""
     tags = (body or MemoryBody()).ours
     freed = await server.engine.call(lambda llm: llm.release_memory(tags))
     return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
@@ -204,7 +206,7 @@ async def release_memory_occupation(server: Served, body: MemoryBody | None = No
 @control.get("/resume_memory_occupation")
 @control.post("/resume_memory_occupation")
 async def resume_memory_occupation(server: Served, body: MemoryBody | None = None):
-    """Takes the memory again. Weights come back from their checkpoint, or must be updated."""
+    """Take the memory again. Weights come back from their checkpoint, or must be updated."""
     tags = (body or MemoryBody()).ours
     await server.engine.call(lambda llm: llm.wake_up(tags))
     return reply(None)

@@ -73,7 +73,7 @@ class WeightUpdates:
         self.labels.name(self.engine.llm.weight_version, label)
 
     async def begin(self) -> None:
-        """Starts an update that `finish` ends; one that was left unfinished is forgotten."""
+        """Start an update that `finish` ends; one that was left unfinished is forgotten."""
         async with self._exclusively():
             self._forget()
             self.pending = await self.engine.call(LLM.begin_weight_update)
@@ -87,7 +87,7 @@ class WeightUpdates:
             await self._commit(label)
 
     def check_resumable(self) -> None:
-        """Raises ConflictError, once, where part of an update came and the rest didn't."""
+        """Raise ConflictError, once, where part of an update came and the rest didn't."""
         if self.pending is not None and self.pending.given:
             missing = self.pending.missing
             self._forget()
@@ -97,14 +97,14 @@ class WeightUpdates:
             )
 
     async def load(self, source: str, label: str | None = None) -> str:
-        """Loads a checkpoint directory, which is a whole update. Returns what was done."""
+        """Load a checkpoint directory, which is a whole update. Return what was done."""
         async with self._exclusively():
             return await self._load(lambda update: update.load(source), label)
 
     async def receive(
         self, group_name: str, manifest: list[TensorSpec], bucket_bytes: int | None, label: str | None = None
     ) -> str:
-        """Receives a manifest's tensors over a group: all, or a part of an update. Returns what was done."""
+        """Receive a manifest's tensors over a group: all, or a part of an update. Return what was done."""
         async with self._exclusively():
             if not self.engine.llm.worker_engine.workers.has_weight_group(group_name):
                 raise ConflictError(
@@ -167,7 +167,7 @@ class WeightUpdates:
         self._label = None
 
     async def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str) -> None:
-        """Joins a weight group; one of that name from before is left."""
+        """Join a weight group; one of that name from before is left."""
         async with self._exclusively():
             self._forget()
             await in_daemon_thread(self._leave, name)
@@ -177,7 +177,7 @@ class WeightUpdates:
             self.groups.add(name)
 
     async def leave(self, name: str) -> bool:
-        """Leaves a group; True if there was one."""
+        """Leave a group; True if there was one."""
         async with self._exclusively():
             self._forget()
             return await in_daemon_thread(self._leave, name)
@@ -187,7 +187,7 @@ class WeightUpdates:
         return self.engine.llm.worker_engine.workers.leave_weight_group(name)
 
     def close(self) -> None:
-        """Leaves all groups, if that takes no time."""
+        """Leave all groups, if that takes no time."""
         for name in list(self.groups):
             in_daemon_thread(self._leave, name)
 

@@ -75,7 +75,7 @@ def verify(
     use_tqdm: bool = True,
     device: str = "cpu",
 ) -> VerifyReport:
-    """Runs every setting of SAMPLING under a random schedule and compares all log-probs, as bits, with the trainer's.
+    """Run every setting of SAMPLING under a random schedule and compare all log-probs, as bits, with the trainer's.
 
     The KV pool is kept small, so that sequences are preempted; prompts share prefixes; n > 1. plant_fault: a module of
     the engine whose output is falsified by some units in the last place, to see that the proof can fail. On a
@@ -193,7 +193,7 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def locate(llm: LLM, model: PreTrainedModel, tokens: list[int]) -> str:
-    """Recomputes one sequence on both sides; the first module, in order of computation, to differ."""
+    """Recompute one sequence on both sides; the first module, in order of computation, to differ."""
     ours = _engine_activations(llm, tokens)
     with _recorded(model) as seen, torch.no_grad():
         model(torch.tensor([tokens], device=model.device), logits_to_keep=1)

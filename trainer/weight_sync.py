@@ -27,7 +27,7 @@ FILE_BYTES = 2**30
 
 
 def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
-    """Writes an HF checkpoint directory that appears whole or not at all, with a checksum of every tensor.
+    """Write an HF checkpoint directory that appears whole or not at all, with a checksum of every tensor.
 
     Under FSDP2 all ranks must call it; a tensor at a time is gathered, and rank 0 writes, holding one file's tensors.
     Tokenizer files come along from where the model was loaded. An older directory of this name is replaced.

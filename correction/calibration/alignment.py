@@ -14,9 +14,10 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Alignment:
-    """cosine: expected, of one batch's mean with the reference; interval: its 90 %. scale: length along the reference.
-    direction: length across it, relative; noise: of one batch, relative to the mean: both None where the mean itself
-    is not resolved from its noise. Not clamped: an estimated cosine may exceed 1."""
+    """An estimated alignment. cosine: expected, of one batch's mean with the reference; interval: its 90 %. scale:
+    length along the reference. direction: length across it, relative; noise: of one batch, relative to the mean: both
+    None where the mean itself is not resolved from its noise. Not clamped: an estimated cosine may exceed 1.
+    """
 
     cosine: float
     interval: tuple[float, float]
@@ -27,8 +28,9 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Comparison:
-    """resampled: [candidates, resamples] cosines, a column resamples all candidates alike. signal, noise: the squared
-    length of the reference's mean without its noise, and the noise."""
+    """Bootstrap samples. resampled: [candidates, resamples] cosines, a column resamples all candidates alike. signal,
+    noise: the squared length of the reference's mean without its noise, and the noise.
+    """
 
     rows: list[Alignment]
     resampled: Tensor
@@ -39,7 +41,8 @@ class Comparison:
 def compare(
     gradients: list[Tensor], target: Tensor, paired: bool, batch: float, resamples: int, seed: int
 ) -> Comparison:
-    """gradients: fp64 [units, F] of each candidate; target: fp64 [units', F]; batch: units of a training batch.
+    """Measure alignment. gradients: fp64 [units, F] of each candidate; target: fp64 [units', F]; batch: units of a
+    training batch.
 
     paired: unit i of both comes from the same prompt, so that what prompts have in common is not taken for agreement.
     """

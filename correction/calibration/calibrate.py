@@ -30,7 +30,9 @@ _WIDEST = 5  # margins: half of the widest interval of the best cosine that is s
 
 @dataclass(frozen=True)
 class Verdict:
-    """recommended: None where the data can't tell, and then perhaps how many sequences could."""
+    """The result of a calibration. recommended: None where the data can't tell, and then perhaps how many sequences
+    could.
+    """
 
     reason: str
     recommended: str | None = None
@@ -99,7 +101,7 @@ def calibrate(
     resamples: int = 400,
     seed: int = 0,
 ) -> Calibration:
-    """Assesses every candidate, and recommends the one that intervenes least among those whose expected cosine is the
+    """Assess every candidate, and recommend the one that intervenes least among those whose expected cosine is the
     best up to `margin`, if the bootstrap can tell.
 
     candidates: name -> correction; names "family@threshold" get an optimum per family. mode: of the loss they feed.
@@ -183,7 +185,7 @@ def _incomparable(traces: Traces, truth: Traces | None) -> str | None:
 
 
 def _unresolved(found: Comparison, units: int, margin: float, sequences: int) -> Verdict | None:
-    """Refuses where cosines mean nothing: few units, a reference gradient within two standard errors of 0, a best
+    """Refuse where cosines mean nothing: few units, a reference gradient within two standard errors of 0, a best
     cosine that may be 0 or is not known to _WIDEST margins."""
     best = max(found.rows, key=lambda row: row.cosine)
     half = (best.interval[1] - best.interval[0]) / 2

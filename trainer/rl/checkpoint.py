@@ -29,7 +29,7 @@ STATE = "trainer.json"
 def save_checkpoint(
     folder: pathlib.Path, step: int, model: PreTrainedModel, optimizer, state: dict[str, Any], keep: int = 2
 ) -> pathlib.Path:
-    """Writes folder/step-N from all ranks; it appears whole or not at all, and the older ones stay until then.
+    """Write folder/step-N from all ranks; it appears whole or not at all, and the older ones stay until then.
 
     Sharded tensors (torch.distributed.checkpoint) and `state` (JSON). The newest `keep` checkpoints are kept. Raises
     OSError on every rank where one of them couldn't write.
@@ -62,7 +62,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: pathlib.Path, model: PreTrainedModel, optimizer, check: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Restores parameters and optimizer, also onto another number of ranks, and returns `state`.
+    """Restore parameters and optimizer, also onto another number of ranks, and return `state`.
 
     check: gets `state` first, and raises to refuse. CheckpointError for a damaged or foreign checkpoint.
     """

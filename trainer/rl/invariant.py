@@ -23,7 +23,7 @@ class Comparison:
     first: str | None = None
 
     def see(self, trajectory: Trajectory, logprobs: Tensor, version: int) -> None:
-        """logprobs: the trainer's, fp32 [T]."""
+        """Compare a trajectory. logprobs: the trainer's, fp32 [T]."""
         fresh = trajectory.versions == version
         unequal = (trajectory.logprobs != logprobs) & fresh
         gap = (trajectory.logprobs.double() - logprobs.double()).abs().nan_to_num(math.inf)[unequal]

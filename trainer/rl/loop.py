@@ -152,7 +152,7 @@ class Trainer:
         return metrics | self._speed(rollouts)
 
     def sync(self, least: int = 0) -> None:
-        """Gives the engine the model's weights, on every rank under the same version, at least this one."""
+        """Give the engine the model's weights, on every rank under the same version, at least this one."""
         versions: list[int] = [0] * self.world
         dist.all_gather_object(versions, self.llm.weight_version)
         agreed = None  # the next
@@ -195,7 +195,7 @@ class Trainer:
         return old, comparison
 
     def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: Comparison) -> Sums:
-        """Accumulates the gradients of one update. What isn't in `old` is of the policy as it is: it goes into the
+        """Accumulate the gradients of one update. What isn't in `old` is of the policy as it is: it goes into the
         comparison, and needs no forward of its own."""
         by_token = self.config.recipe.aggregation == "token-mean"
         count = sum(len(r.token_ids) for r in minibatch.rollouts) if by_token else len(minibatch.rollouts)
@@ -345,7 +345,7 @@ class Trainer:
         save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
 
     def load(self) -> bool:
-        """Resumes from the newest checkpoint in `output_dir`; False without one.
+        """Resume from the newest checkpoint in `output_dir`; False without one.
 
         Bit for bit what an uninterrupted run would have done, with the same configuration and number of ranks and with
         staleness 0 (groups that were on their way start anew); a changed configuration is a warning. NumericsError for
@@ -366,7 +366,7 @@ class Trainer:
         return True
 
     def _deciding(self) -> dict[str, Any]:
-        """What the run's results depend on, as JSON has it."""
+        """The settings that the run's results depend on, as JSON has them."""
         settings = {k: v for k, v in vars(self.task).items() if isinstance(v, str | int | float)}
         return self.config.deciding() | {"task": {"class": type(self.task).__name__, **settings}}
 

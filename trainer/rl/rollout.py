@@ -62,7 +62,7 @@ class RolloutWorker:
         self._finished: dict[int, list[Trajectory]] = {}
 
     def restart(self, first: int) -> None:
-        """Forgets everything; the next group is `first`."""
+        """Forget everything; the next group is `first`."""
         for request_id in list(self._running):
             self.llm.abort(request_id)
         self._running.clear()

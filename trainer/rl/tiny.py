@@ -18,7 +18,7 @@ EOS = "<eos>"
 
 
 def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, **config) -> None:
-    """Writes a random Llama of 0.8 M parameters with a tokenizer of single characters; `config` overrides its own."""
+    """Write a random Llama of 0.8 M parameters with a tokenizer of single characters; `config` overrides its own."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *dict.fromkeys(alphabet)])}
     characters = Tokenizer(models.WordLevel(vocabulary))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
