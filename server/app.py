@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from .. import __version__
 from ..engine import LLM, WeightUpdateError
-from ..engine.weights import TransferError
+from ..engine.weights import TransferError, WorkerError
 from ..kernels.contract import NumericsError
 from . import control, openai, sglang, sglang_control
 from .async_engine import AsyncEngine, GenerationError, UnavailableError
@@ -135,7 +135,7 @@ _STATUS: dict[int, tuple[type[Exception], ...]] = {
     409: (ConflictError,),
     499: (ClientGoneError,),
     500: (TransferError, GenerationError),
-    503: (UnavailableError,),
+    503: (UnavailableError, WorkerError),
 }
 
 

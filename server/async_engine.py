@@ -1,7 +1,8 @@
 """The engine in a thread of its own, behind an asyncio front end.
 
-Only that thread touches the `LLM`. It takes commands between steps and hands each step's news to the event loop in one
-call, so that the loop wakes once a step, however many requests run.
+That thread alone drives the engine; others read its attributes and `stats`, as `Engine` allows. It takes commands
+between steps and hands each step's outputs to the event loop in one call, so that the loop wakes once per step, however
+many requests run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class ModelNotFoundError(LookupError):
 
 @dataclass
 class Service:
-    """One served model. `llm` is for reading what never changes; all else goes through `engine` and `updates`."""
+    """One served model. `llm` is for reading, as `Engine` allows it; all else goes through `engine` and `updates`."""
 
     engine: AsyncEngine
     updates: WeightUpdates
