@@ -9,7 +9,7 @@ import torch
 
 from samebits.engine.model_runner import ModelRunner
 from samebits.engine.planner import Plan
-from samebits.engine.sampler import SamplerOutput
+from samebits.engine.sampler import SamplerOutput, SamplingMetadata
 from samebits.kernels import ops
 
 
@@ -25,10 +25,10 @@ def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 
     items = kernels.work_items([1] * seqs, config.num_attention_heads // config.num_key_value_heads)
     layout = ops.PagedLayout([1] * seqs, positions, slot_mapping, tables, starts, items)
     none = np.zeros(seqs, np.int64)
-    plan = Plan(
-        none, layout, [], list(range(seqs)), np.arange(seqs), none - 1, none.astype(np.uint64), none, none,
-        ops.RowParams.repeat(seqs), [-1] * seqs, [False] * seqs,
-    )  # fmt: skip
+    params = ops.RowParams.repeat(seqs)
+    rows = np.arange(seqs)
+    sampling = SamplingMetadata(rows, none - 1, none.astype(np.uint64), none, none, params, [-1] * seqs, False)
+    plan = Plan(none, layout, [], sampling)
     hidden = torch.randn(seqs, config.hidden_size).to(model.device, model.dtype)
     times = []
     for _ in range(repeats):
