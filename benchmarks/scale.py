@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
+import ray
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -59,8 +60,6 @@ def layouts() -> dict[str, dict]:
 @contextlib.contextmanager
 def ray_cluster(cpus: int) -> Iterator[str]:
     """Its address."""
-    import ray
-
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
         yield ray.get_runtime_context().gcs_address
@@ -156,6 +155,7 @@ def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[
                 start = time.perf_counter()
                 llm.update_weights(source)
                 times[count].append(time.perf_counter() - start)
+    ray.shutdown()  # the local one of the two replicas
     return {count: found[3:] for count, found in times.items()}
 
 

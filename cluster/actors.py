@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 from torch import Tensor
 
 from ..engine.config import EngineConfig
 from ..engine.weights import TensorSpec, WorkerError, Workers
-from ..engine.weights.spec import buckets, join_bucket, split_bucket
+from ..engine.weights.spec import buckets, from_bytes, to_bytes
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from .ray_cluster import Placement, check_connected
@@ -22,6 +22,7 @@ from .ray_cluster import Placement, check_connected
 # a worker does beside steps; and a call that lasts as long as the process.
 GROUPS = ("steps", "control", "weights", "life")
 BUCKET_BYTES = 2**24  # of tensors that travel as one object
+BUCKETS_UNDER_WAY = 4
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,16 @@ class RemoteWorkers(Workers):
         return gather(self._start(method, *args), timeout or self.timeout)
 
     def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Stage tensors in every worker; the next bucket is read while workers load the last."""
-        calls: list[Call] = []
+        """Stage tensors in every worker; the next buckets are read while workers load the last."""
+        under_way: deque[list[Call]] = deque()
         for bucket in buckets(tensors, lambda pair: pair[1].nbytes, BUCKET_BYTES):
             specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
-            flat = ray.put(join_bucket(tensor for _, tensor in bucket))
+            data = ray.put([to_bytes(tensor) for _, tensor in bucket])
+            under_way.append(self._start("load_bucket", update_id, data, specs))
+            if len(under_way) == BUCKETS_UNDER_WAY:
+                gather(under_way.popleft(), self.load_timeout)
+        for calls in under_way:
             gather(calls, self.load_timeout)
-            calls = self._start("load_bucket", update_id, flat, specs)
-        gather(calls, self.load_timeout)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of the weights in force, in CPU memory, each name once."""
@@ -138,5 +141,6 @@ class RemoteWorkers(Workers):
             specs = [spec for spec in specs if spec.name not in seen]  # a tied tensor may be in two stages
             seen.update(spec.name for spec in specs)
             for bucket in buckets(specs, lambda spec: spec.nbytes, BUCKET_BYTES):
-                flat = actor.call("read_weights", bucket).result(self.timeout)
-                yield from split_bucket(torch.from_numpy(flat.copy()), bucket)
+                found = actor.call("read_weights", bucket).result(self.timeout)
+                for spec, data in zip(bucket, found, strict=True):
+                    yield spec.name, from_bytes(data.copy(), spec)

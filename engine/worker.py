@@ -22,7 +22,7 @@ from .model_runner import ModelRunner
 from .planner import Plan
 from .sampler import SamplerOutput
 from .weights.group import WeightGroup
-from .weights.spec import TensorSpec, join_bucket, split_bucket
+from .weights.spec import TensorSpec, from_bytes, to_bytes
 from .weights.store import StagedWeights, WeightStore
 from .weights.table import WeightTable, WeightUpdateError
 
@@ -135,9 +135,10 @@ class Worker:
         """Stage (name, tensor) pairs."""
         self._update(update_id).load(pairs)
 
-    def load_bucket(self, update_id: str, flat: np.ndarray, specs: list[TensorSpec]) -> None:
-        """Stage the tensors whose bytes lie one after the other in `flat`, uint8."""
-        self._update(update_id).load(split_bucket(torch.from_numpy(flat), specs))
+    def load_bucket(self, update_id: str, data: list[np.ndarray], specs: list[TensorSpec]) -> None:
+        """Stage tensors from their bytes, uint8 each."""
+        pairs = zip(specs, data, strict=True)
+        self._update(update_id).load((spec.name, from_bytes(each, spec)) for spec, each in pairs)
 
     def load_directory(self, update_id: str, path: pathlib.Path) -> None:
         """Stage this worker's tensors of a checkpoint directory."""
@@ -181,9 +182,9 @@ class Worker:
         """Return the specs of the weights in force, tied ones once."""
         return self.store.specs()
 
-    def read_weights(self, specs: list[TensorSpec]) -> np.ndarray:
-        """Return the bytes of these weights in force, uint8, one after the other."""
-        return join_bucket(self.store.tensor(spec.name) for spec in specs)
+    def read_weights(self, specs: list[TensorSpec]) -> list[np.ndarray]:
+        """Return the bytes of these weights in force, uint8 each."""
+        return [to_bytes(self.store.tensor(spec.name)) for spec in specs]
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, by name."""

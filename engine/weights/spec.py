@@ -90,10 +90,14 @@ def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
         yield bucket
 
 
-def join_bucket(tensors: Iterable[Tensor]) -> np.ndarray:
-    """Return the bytes of tensors on any device, uint8, one after the other."""
-    parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts).numpy()
+def to_bytes(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's bytes, uint8, in CPU memory: without a copy if they are there."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def from_bytes(data: np.ndarray, spec: TensorSpec) -> Tensor:
+    """Return the tensor whose bytes these are, without a copy."""
+    return torch.from_numpy(data).view(spec.dtype).view(spec.shape)
 
 
 def split_bucket(flat: Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -114,5 +118,5 @@ def checksum(parts: Iterable[Tensor]) -> str:
     """A hash of the bytes of a tensor's parts, one after the other."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        digest.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(to_bytes(part).tobytes())
     return digest.hexdigest()

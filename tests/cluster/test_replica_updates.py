@@ -171,8 +171,8 @@ def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, p
     version = pair.update_weights(exact_model(paths[0]))
     before = [one.client for one in pair.engine.replicas]
 
-    def torn(start, group, method, verb, update_id, flat, specs):
-        return start(group, method, verb, update_id, np.zeros(3, np.uint8), specs)
+    def torn(start, group, method, verb, update_id, data, specs):
+        return start(group, method, verb, update_id, [np.zeros(3, np.uint8)] * len(specs), specs)
 
     with monkeypatch.context() as patch:
         faults.at(patch, pair.engine.replicas[1], "load_bucket", torn if phase == "transfer" else faults.lost)
