@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from ..correction import Correction, Diagnosis, LogProbs
 from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
 from ..correction.losses import Mode
-from ..engine.sampling_params import SamplingParams
+from ..engine import LLM, SamplingParams
 from ..engine.weights.spec import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
@@ -39,7 +40,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
 
-def scored(rollouts: Iterable[Rollout], model: Any, params: SamplingParams) -> Iterator[Rollout]:
+def scored(rollouts: Iterable[Rollout], model: PreTrainedModel, params: SamplingParams) -> Iterator[Rollout]:
     """Each rollout with `reference` and `best_token_ids` filled in."""
     from ..trainer.rescore import rescore
 
@@ -69,7 +70,11 @@ def packed(rollouts: list[Rollout], trainer: Literal["old", "reference"]) -> Log
 
 
 def diagnose(
-    path: str | Path, model: Any = None, params: SamplingParams | None = None, worst: int = 20, use_tqdm: bool = True
+    path: str | Path,
+    model: PreTrainedModel | None = None,
+    params: SamplingParams | None = None,
+    worst: int = 20,
+    use_tqdm: bool = True,
 ) -> Report:
     """Read a file of rollouts once, and measure engine against trainer; with a model, against its exact scores."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
@@ -141,7 +146,9 @@ def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> l
     return tokens
 
 
-def traces(path: str | Path, names: dict[str, int], model: Any = None, params: SamplingParams | None = None) -> Traces:
+def traces(
+    path: str | Path, names: dict[str, int], model: PreTrainedModel | None = None, params: SamplingParams | None = None
+) -> Traces:
     """A whole file in memory. Advantages as recorded, or the reward less its group's mean. With a model, re-scored and
     with a sketch of its gradients. names: numbers of the groups seen so far, shared by files of the same prompts."""
     params = params or SamplingParams()
@@ -187,7 +194,7 @@ def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None) -> torch.T
 def calibrate_files(
     path: str | Path,
     reference: str | Path | None,
-    model: Any = None,
+    model: PreTrainedModel | None = None,
     params: SamplingParams | None = None,
     mode: Mode = "decoupled",
     batch_size: int = 256,
@@ -202,7 +209,7 @@ def calibrate_files(
     return result, candidates
 
 
-def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> int:
+def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> int:
     """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's."""
     with prompts.open("rb") as file:
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
@@ -221,7 +228,7 @@ def write_exact(llm: Any, prompts: Path, out: Path, params: SamplingParams) -> i
     return sum(len(o.completions) for o in outputs)
 
 
-def _prompt(llm: Any, line: bytes, source: str) -> Any:
+def _prompt(llm: LLM, line: bytes, source: str) -> Any:
     try:
         record = json.loads(line)
         keys = set(record) & {"prompt", "prompt_token_ids", "messages"}

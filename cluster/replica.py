@@ -71,7 +71,7 @@ class Progress:
 
 
 @dataclass
-class Report:
+class ReplicaReport:
     """A replica's report: what is new of its requests, and its load; at least as a sign of life."""
 
     progress: list[Progress]
@@ -98,7 +98,7 @@ class Replica:
         """True if there is a step to compute."""
         return self.engine.ready and not self.engine.paused and bool(self.engine.requests)
 
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[ReplicaReport]:
         """Step for ever, and yield a report when it is due; an error ends the replica."""
         heartbeat = min(1.0, self.config.worker_timeout / 4)
         load = (0, 0)
@@ -119,7 +119,7 @@ class Replica:
                 for request in self.engine.outbox.values():
                     progress += [Progress.take(sample) for sample in request.samples if sample.unreported]
                 self.engine.outbox.clear()
-                yield Report(progress, stats)
+                yield ReplicaReport(progress, stats)
                 load = (stats.num_running, stats.num_waiting)
                 reported = time.monotonic()
 
@@ -167,7 +167,7 @@ class Host:
         self.replica = Replica(path, config, PipelineExecutor(config, model, self.worker, stages))
         return self.replica.engine.stats(), self.replica.engine.capacity
 
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[ReplicaReport]:
         """Let the engine step, and yield its reports."""
         yield from self.replica.run()
 

@@ -16,7 +16,7 @@ from ..engine.weights import WeightUpdate, WeightUpdateError, WorkerError
 from ..model.checkpoint import StoredWeights
 from .actors import Actor, Call, RemoteWorkers, gather
 from .ray_cluster import Placement, check_connected
-from .replica import Host, Report
+from .replica import Host, ReplicaReport
 
 POLL = 0.5  # seconds between looks at the time
 
@@ -68,7 +68,7 @@ class ReplicaClient(RemoteWorkers):
         """Have a method of the engine called between two steps; the call ends as soon as that is noted."""
         return self.actors[0].start("control", "post", method, *args)
 
-    def reports(self) -> Iterator[Report]:
+    def reports(self) -> Iterator[ReplicaReport]:
         """Yield what the replica reports. WorkerError when one of its processes dies, or when it is silent too long."""
         heard = time.monotonic()
         while True:

@@ -30,7 +30,7 @@ from ..model.checkpoint import StoredWeights
 from .actors import RemoteWorkers, outcomes
 from .dispatcher import Dispatcher
 from .ray_cluster import Placement, PlacementError, check_connected, connect, sharers_of_memory, threads_per_worker
-from .replica import Report
+from .replica import ReplicaReport
 from .replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class ReplicatedEngine(WorkerEngine):
         self._set_client(one, None)
         self.dispatcher.reassign(client)
 
-    def _take(self, client: ReplicaClient, report: Report) -> None:
+    def _take(self, client: ReplicaClient, report: ReplicaReport) -> None:
         """Take in a report; end a replica whose report makes no sense."""
         client.stats = report.stats
         try:

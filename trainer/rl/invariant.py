@@ -13,7 +13,7 @@ from .rollout import Trajectory
 
 
 @dataclass
-class Comparison:
+class BitComparison:
     """A comparison of tokens sampled under the present weights; older ones differ because the policy moved."""
 
     tokens: int = 0
@@ -39,11 +39,11 @@ class Comparison:
                 f"{logprobs[place]:.9g} in the trainer"
             )
 
-    def reduce(self) -> Comparison:
+    def reduce(self) -> BitComparison:
         """The comparison over all ranks."""
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, self)
-        return Comparison(
+        return BitComparison(
             sum(c.tokens for c in found), sum(c.differing for c in found), sum(c.total for c in found),
             max(c.worst for c in found), next((c.first for c in found if c.first), None),
         )  # fmt: skip

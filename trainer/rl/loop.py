@@ -27,7 +27,7 @@ from ...model.exact import contract_of, exact_model
 from ..fsdp import init_process_group, shard, together
 from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
-from .invariant import Comparison
+from .invariant import BitComparison
 from .losses import advantages
 from .objective import Objective, Sums, completion_logprobs, report, total
 from .packing import pack
@@ -182,10 +182,10 @@ class Trainer:
         return result
 
     @torch.no_grad()
-    def _score(self, minibatches: list[Minibatch]) -> tuple[dict[int, Tensor], Comparison]:
+    def _score(self, minibatches: list[Minibatch]) -> tuple[dict[int, Tensor], BitComparison]:
         """The policy's log-probs before it moves, by the rollouts' ids."""
         old: dict[int, Tensor] = {}
-        comparison = Comparison()
+        comparison = BitComparison()
         for minibatch in minibatches:
             for members in minibatch.packs if minibatch.rollouts else ():
                 rollouts = [minibatch.rollouts[i] for i in members]
@@ -194,7 +194,7 @@ class Trainer:
                 old |= {id(r): values for r, values in zip(rollouts, logprobs, strict=True)}
         return old, comparison
 
-    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: Comparison) -> Sums:
+    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: BitComparison) -> Sums:
         """Accumulate the gradients of one update. What isn't in `old` is of the policy as it is: it goes into the
         comparison, and needs no forward of its own."""
         by_token = self.config.recipe.aggregation == "token-mean"
@@ -211,7 +211,7 @@ class Trainer:
                 self._see(comparison, rollouts, logprobs)
         return total(parts)
 
-    def _see(self, comparison: Comparison, rollouts: list[Trajectory], logprobs: list[Tensor]) -> None:
+    def _see(self, comparison: BitComparison, rollouts: list[Trajectory], logprobs: list[Tensor]) -> None:
         for rollout, values in zip(rollouts, logprobs, strict=True):
             comparison.see(rollout, values.detach().cpu(), self.llm.weight_version)
 
@@ -219,7 +219,7 @@ class Trainer:
     def _must_compare(self) -> bool:
         return self.config.check == "every" or (self.config.check == "first" and not self._checked)
 
-    def _compare(self, comparison: Comparison) -> dict[str, float]:
+    def _compare(self, comparison: BitComparison) -> dict[str, float]:
         whole = comparison.reduce()
         if self._must_compare:
             whole.require_equal(self.llm.contract, self.contract)

@@ -18,7 +18,7 @@ from samebits.correction import Correction, preset
 from samebits.trainer import exact_model, token_logprobs
 from samebits.trainer.rl import ALGORITHMS, TrainConfig, Trainer, advantages, make_task, pack
 from samebits.trainer.rl.checkpoint import checkpoints
-from samebits.trainer.rl.invariant import Comparison
+from samebits.trainer.rl.invariant import BitComparison
 from samebits.trainer.rl.objective import Objective, report
 from samebits.trainer.rl.rollout import RewardError, Trajectory
 from samebits.trainer.rl.tasks import TASKS, JsonlTask, MathGrader, Problem
@@ -332,7 +332,7 @@ def test_filtered_sequences_are_compared_and_the_rest_makes_equal_updates(tiny):
 
 
 def test_nan_is_a_difference(tiny):
-    comparison = Comparison()
+    comparison = BitComparison()
     rollout = Trajectory(0, Problem("p", "a"), [1], [2, 3], torch.tensor([-1.0, math.nan]), torch.zeros(2), "stop", 0.0)
     comparison.see(rollout, torch.tensor([-1.0, -1.0]), 0)
     assert comparison.differing == 1 and comparison.worst > 1e300
