@@ -155,7 +155,6 @@ def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[
                 start = time.perf_counter()
                 llm.update_weights(source)
                 times[count].append(time.perf_counter() - start)
-    ray.shutdown()  # the local one of the two replicas
     return {count: found[3:] for count, found in times.items()}
 
 
@@ -298,6 +297,7 @@ def main() -> None:
         if args.only:
             continue
         updates = results[dtype]["update_seconds"] = update_seconds(args.model, dtype)
+        ray.shutdown()  # the two replicas': the next layouts have a cluster of their own
         medians = {n: statistics.median(t) for n, t in updates.items()}
         console.print(f"weight update: an engine here {medians[1]:.2f} s, 2 replicas {medians[2]:.2f} s: "
                       f"{medians[2] / medians[1]:.2f} x")  # fmt: skip

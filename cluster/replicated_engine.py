@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..engine.config import EngineConfig
 from ..engine.engine import MEMORY_TAGS, WorkerEngine
-from ..engine.executor import ModelInfo
+from ..engine.executor import ModelInfo, stage_layers
 from ..engine.interrupts import deferred_interrupt
 from ..engine.outputs import COUNTERS, EngineStats
 from ..engine.request import Request
@@ -72,6 +72,7 @@ class ReplicatedEngine(WorkerEngine):
         self._workers: RemoteWorkers | None = None
         self._model: ModelInfo | None = None  # what all replicas must have, once all have started
         self._all_clients: list[ReplicaClient] = []  # that ever served
+        stage_layers(path, config)  # ValueError before anything starts
         connect()
         threads = threads_per_worker(config)
         self._sharers = sharers_of_memory(config, threads)

@@ -48,6 +48,7 @@ def ray_cluster():
     """A local Ray with room for several small workers on any machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray")
+    ray.shutdown()  # one that a test's engine has started
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
