@@ -109,12 +109,13 @@ class Placement:
     def wait(self, timeout: float) -> None:
         """Wait until the resources are reserved, which Ray does anew when a node goes away.
 
-        Raises PlacementError after `timeout` seconds.
+        Raises PlacementError after `timeout` seconds, and reserves nothing then.
         """
         if self.group.wait(timeout):
             return
         bundle, *others = self.group.bundle_specs
         free = {k: v for k, v in ray.available_resources().items() if k in bundle}
+        self.remove()
         raise PlacementError(
             f"the Ray cluster could not place {1 + len(others)} stage(s) of {bundle} within {timeout:g} s; free are "
             f"{free}. Add nodes (`ray start --address=...`), or lower replicas, pipeline_parallel_size or "

@@ -33,6 +33,7 @@ class ReplicaClient(RemoteWorkers):
 
     def __init__(self, index: int, placement: Placement, config: EngineConfig):
         self.index = index
+        self.placement = placement
         self.name = f"replica {index}"
         self.config = config
         names = [f"{self.name}, stage {rank}" for rank in range(config.pipeline_parallel_size)]
@@ -103,6 +104,7 @@ class ReplicaClient(RemoteWorkers):
         return version
 
     def kill(self) -> None:
-        """End the processes."""
+        """End the processes. That their placement goes ends those, too, which no call reaches any more."""
         for actor in self.actors:
             actor.kill()
+        self.placement.remove()

@@ -45,9 +45,9 @@ class ReplicaState:
     status: waiting (for resources of the cluster), starting, serving, or failed (for good).
     """
 
-    def __init__(self, index: int, placement: Placement):
+    def __init__(self, index: int):
         self.index = index
-        self.placement = placement
+        self.placement: Placement | None = None
         self.status: Literal["waiting", "starting", "serving", "failed"] = "waiting"
         self.client: ReplicaClient | None = None
 
@@ -74,9 +74,9 @@ class ReplicatedEngine(WorkerEngine):
         self._all_clients: list[ReplicaClient] = []  # that ever served
         stage_layers(path, config)  # ValueError before anything starts
         connect()
-        threads = threads_per_worker(config)
-        self._sharers = sharers_of_memory(config, threads)
-        self.replicas = [ReplicaState(i, Placement(config, threads)) for i in range(config.replicas)]
+        self._threads = threads_per_worker(config)
+        self._sharers = sharers_of_memory(config, self._threads)
+        self.replicas = [ReplicaState(i) for i in range(config.replicas)]
         try:
             self._start_all()
         except BaseException:
@@ -132,9 +132,10 @@ class ReplicatedEngine(WorkerEngine):
         """Start a replica, bring it the weights in force, and have it admitted."""
         check_connected()
         one.status = "waiting"
-        one.placement.wait(self.config.start_timeout)
+        placement = one.placement = Placement(self.config, self._threads)
+        placement.wait(self.config.start_timeout)
         one.status = "starting"
-        client = ReplicaClient(one.index, one.placement, self.config)
+        client = ReplicaClient(one.index, placement, self.config)
         try:
             client.start(self.path, self._sharers)
             if self._model is not None:
@@ -222,7 +223,6 @@ class ReplicatedEngine(WorkerEngine):
         logger.error("replica %d did not start: %s", one.index, error)
         if for_good:
             one.status = "failed"
-            one.placement.remove()
         if all(other.status == "failed" for other in self.replicas):
             self.failure = f"no replica starts any more: {error}"
 
@@ -396,7 +396,8 @@ class ReplicatedEngine(WorkerEngine):
         for client in self.serving:
             client.kill()
         for one in self.replicas:
-            one.placement.remove()
+            if one.placement is not None:
+                one.placement.remove()
 
 
 def check_alike(first: ModelInfo, other: ModelInfo) -> None:
