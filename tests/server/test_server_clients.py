@@ -212,7 +212,7 @@ def test_killed_clients_leave_nothing_behind(servers):
     assert server.engine.finished["abort"] > before
 
 
-@pytest.mark.parametrize("layout", [("--pp", 2, "--balance"), ("--replicas", 2, "--backend", "ray")], ids=str)
+@pytest.mark.parametrize("layout", [("--pp", 2), ("--replicas", 2, "--backend", "ray")], ids=str)
 def test_stages_and_replicas_behind_one_address(path, expected, layout):
     """On Ray without a cluster, which `samebits serve` then starts, and ends."""
     with command_line(path, *layout, seconds=120) as (process, url):
@@ -227,15 +227,15 @@ def test_stages_and_replicas_behind_one_address(path, expected, layout):
         assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 2}
         assert completions() == expected
         if "ray" in layout:
-            actors = [p for p in children() if "ray::Actor" in p.name()]
+            actors = [p for p in children() if "ray::Host" in p.name()]
             actors[0].kill()
             assert completions() == expected
-            wait_for(lambda: len({p for p in children() if "ray::Actor" in p.name()} - set(actors)) == 1, 60)
+            wait_for(lambda: len({p for p in children() if "ray::Host" in p.name()} - set(actors)) == 1, 60)
             assert completions() == expected
         left = children()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert left and not psutil.wait_procs(left, 20)[1]
+        assert left and not psutil.wait_procs(left, 60)[1]  # Ray's own agents look for their raylet now and then
 
 
 def test_sigterm_under_load_finishes_what_runs_turns_the_rest_away_and_exits_0(path):
