@@ -1,10 +1,8 @@
-"""The other process of tests of weight transfers: rank 0 of a group, which sends, dawdles or dies as it is told."""
+"""The other process of tests of weight transfers: rank 0 of a group, which sends or dawdles as it is told."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import signal
 import time
 
 import torch
@@ -40,8 +38,6 @@ def send(port: int, world_size: int, name: str, act: str, options: dict) -> None
     if act == "sglang":
         return send_as_sglang(port, world_size, name, tensors(options["count"]))
     group = WeightGroup("127.0.0.1", port, 0, world_size, name, timeout=30)
-    if act == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
     if act == "dawdle":
         time.sleep(3600)
     for round in range(options.get("rounds", 1)):
