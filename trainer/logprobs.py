@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ def token_logprobs(
     return_entropy: bool = False,
     return_argmax: bool = False,
     chunk: int | None = None,
+    forward: Callable | None = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
 
@@ -37,7 +38,8 @@ def token_logprobs(
 
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
     distributions in the same shape. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
-    bit.
+    bit. forward: called in place of the model by code that runs inside a wrapped model's forward (DDP's, FSDP2's)
+    and must not run the wrapper's hooks again.
     """
     params = sampling_params or SamplingParams()
     if params.min_tokens and prompt_lens is None:
@@ -49,7 +51,7 @@ def token_logprobs(
     prompts = [1] * len(rows) if prompt_lens is None else _checked(prompt_lens, lengths)
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
     batch = PackedBatch.of(model, rows, [n - prompt for n, prompt in zip(lengths, prompts, strict=True)])
-    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS)
+    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS, forward)
     spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
     extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
@@ -90,7 +92,9 @@ class PackedBatch:
         positions = self.layout.on(self.ids.device).positions.long()[None]
         return {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
 
-    def score(self, model: PreTrainedModel, params: SamplingParams, chunk: int) -> ops.TokenLogprobs:
+    def score(
+        self, model: PreTrainedModel, params: SamplingParams, chunk: int, forward: Callable | None = None
+    ) -> ops.TokenLogprobs:
         """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time."""
         rows = ops.RowParams.repeat(len(self.index), params.temperature, params.top_k, params.top_p, params.min_p)
         if params.min_tokens:
@@ -98,7 +102,8 @@ class PackedBatch:
             rows.banned = []
             for count in self.counts:
                 rows.banned += [banned if position < params.min_tokens else [] for position in range(count)]
-        return model(**self.inputs(), logprobs=LogprobRequest(self.index, self.ids[self.index + 1], rows, chunk))
+        call = forward or model
+        return call(**self.inputs(), logprobs=LogprobRequest(self.index, self.ids[self.index + 1], rows, chunk))
 
 
 def exact_head(model: PreTrainedModel) -> LMHead:

@@ -146,6 +146,17 @@ def test_padding_at_both_ends_is_the_same_and_a_hole_is_refused(checkpoint):
         token_logprobs(model, ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]] * 2))
 
 
+def test_tokens_are_scored_inside_the_forward_of_a_wrapped_model(checkpoint):
+    """A trainer that replaces `model.forward` gives the plain one; the model's own hooks don't run a second time."""
+    model = exact_model(checkpoint("llama"))
+    expected = token_logprobs(model, PROMPTS[:2])
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    found = token_logprobs(model, PROMPTS[:2], forward=model.forward)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not calls
+
+
 def test_token_ids_must_be_integers_in_range(checkpoint):
     model = exact_model(checkpoint("llama"))
     with pytest.raises(TypeError, match="integers"):
