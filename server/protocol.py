@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from ..engine import Completion, RequestOutput, SamplingParams
+from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.sampling_params import RequestOutputKind
 from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
 
@@ -72,7 +72,15 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="vLLM's: one of json, json_object, regex, choice and grammar."
+    )
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The grammar that is asked for. Raises ValueError or TypeError for a wrong one."""
+        given = {name: value for name, value in (self.structured_outputs or {}).items() if value}
+        return StructuredOutputsParams(**given) if given else None
 
     def params(self, streamed: bool | None, **more: Any) -> SamplingParams:
         """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range.
@@ -80,7 +88,7 @@ class Sampling(Body):
         streamed: the engine tells what is new at each step, else the end alone.
         """
         names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in names} | more
+        given = {name: getattr(self, name) for name in names} | {"structured_outputs": self.structure()} | more
         given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
 
@@ -90,10 +98,14 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's count of a call's tokens."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's count of a call's tokens. cached_tokens: of the prompts, those whose KV was there."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:

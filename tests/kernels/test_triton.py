@@ -344,7 +344,7 @@ def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
 def edge_of(row, top_k=0, top_p=1.0) -> float:
     now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
     counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    return float(kernels.sample(row[None], *now, [[]], torch.tensor([0]), *counters).thresholds)
+    return float(kernels.sample(row[None], *now, *ops.stack_masks([None]), torch.tensor([0]), *counters).thresholds)
 
 
 @pytest.mark.parametrize(
