@@ -60,10 +60,11 @@ class Sample(Sequence):
 
     def begin_constraint(self, tokenizer: Tokenizer | None) -> None:
         """Make the constraint of structured_outputs, where the request has any."""
-        request = self.request
-        if request.params.structured_outputs is not None:
-            what = request.params.structured_outputs, tokenizer, request.vocab_size, request.eos_token_ids
-            self.constraint = Constraint(*what, self.completion_token_ids)
+        grammar = self.request.params.structured_outputs
+        if grammar is not None:
+            self.constraint = Constraint(grammar, tokenizer, self.request.vocab_size, self.request.eos_token_ids)
+            for token in self.completion_token_ids:  # sampled by another replica
+                self.constraint.advance(token)
 
     @property
     def mask(self) -> np.ndarray | None:

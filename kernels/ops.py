@@ -342,7 +342,11 @@ def mask_without(ids: Sequence[int], vocab: int) -> np.ndarray:
 def stack_masks(rows: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
     """Return the masks u32 [M, words] of all rows, equal ones once, and each row's place among them: -1 for None."""
     places: dict[bytes, int] = {}
-    index = [-1 if mask is None else places.setdefault(mask.tobytes(), len(places)) for mask in rows]
+    known: dict[int, int] = {id(None): -1}
+    for mask in rows:
+        if id(mask) not in known:
+            known[id(mask)] = places.setdefault(mask.tobytes(), len(places))  # type: ignore[union-attr]
+    index = [known[id(mask)] for mask in rows]
     words = np.array([np.frombuffer(mask, np.uint32) for mask in places], np.uint32)  # writable: numba tells apart
     return words.reshape(len(places), -1 if places else 0), np.array(index, np.int64)
 

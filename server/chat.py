@@ -7,21 +7,29 @@ from typing import Any
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams
 from .service import Service
+from .tokenization import plain
 from .tools import FORMATS, ToolFormat
 
 
 @dataclass
 class Conversation:
-    """The messages of a call. template: what the chat template gets beside them, `tools` among it."""
+    """The messages of a call. template: what the chat template gets beside them, `tools` among it.
+
+    kept: whether ids of answers are kept for the next turn, and those of earlier turns used. cache_salt: shuts them off
+    from calls with another one, as it does their KV.
+    """
 
     server: Service
     messages: list[dict]
     template: dict[str, Any]
+    cache_salt: str | None
+    kept: bool
 
     async def prompt_ids(self) -> list[int]:
         """The prompt: an answer that was generated here with the ids that were sampled, the rest encoded."""
         tokenization = self.server.engine.tokenization
-        turn = self.server.kept.find(self.template, self.messages) if self.template["add_generation_prompt"] else None
+        self.messages = [plain(message) for message in self.messages]
+        turn = self.server.kept.find(self._context, self.messages) if self.kept else None
         if turn is not None:
             ids = await tokenization.chat_from(self.messages, turn, **self.template)
             if ids is not None:
@@ -30,8 +38,12 @@ class Conversation:
 
     def keep(self, message: dict, token_ids: list[int]) -> None:
         """Keep the ids of the conversation with an answer."""
-        if self.messages and self.template["add_generation_prompt"]:
-            self.server.kept.add(self.template, [*self.messages, message], token_ids)
+        if self.kept:
+            self.server.kept.add(self._context, [*self.messages, plain(message)], token_ids)
+
+    @property
+    def _context(self) -> list:
+        return [self.template, self.cache_salt]
 
     def forced_call(self, tools: ToolFormat | None, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""

@@ -287,7 +287,8 @@ async def chat_completions(body: ChatRequest, http: Request, server: Served):
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,
     } | _template_kwargs(body.chat_template_kwargs)
-    conversation = Conversation(server, body.messages, template)
+    kept = body.input_ids is None and template["add_generation_prompt"]  # ids of a client's own are nobody else's
+    conversation = Conversation(server, body.messages, template, body.cache_salt, kept)
     tools = server.tool_format if body.tools and body.tool_choice != "none" else None
     more: dict[str, Any] = {"max_tokens": limit, "logprobs": body.top_logprobs or None}  # no limit: all that fits
     if body.tool_choice not in (None, "none", "auto"):

@@ -59,7 +59,7 @@ class Tokenization:
 
     async def chat(self, messages: list[dict], **template) -> list[int]:
         """The token ids that the chat template makes of a conversation."""
-        return await self.in_thread(self._chat, [_plain(m) for m in messages], **template)
+        return await self.in_thread(self._chat, [plain(m) for m in messages], **template)
 
     def _chat(self, messages: list[dict], **template) -> list[int]:
         return self.encode(self._rendered(messages, **template), add_special_tokens=False)
@@ -75,7 +75,7 @@ class Tokenization:
 
         None if the template writes the kept messages otherwise in the longer conversation, or ends them by no EOS.
         """
-        return await self.in_thread(self._chat_from, [_plain(m) for m in messages], turn, **template)
+        return await self.in_thread(self._chat_from, [plain(m) for m in messages], turn, **template)
 
     def _chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
         whole = self._rendered(messages, **template)
@@ -89,8 +89,11 @@ class Tokenization:
         return None
 
 
-def _plain(message: dict) -> dict:
-    """A message as templates read it: content as one text, and the arguments of tool calls as JSON's values."""
+def plain(message: dict) -> dict:
+    """A message as templates read it: content as one text, and the arguments of tool calls as JSON's values.
+
+    Raises ValueError for content that is not text, and arguments that are not JSON.
+    """
     calls = message.get("tool_calls") or []
     if calls:
         message = message | {"tool_calls": [_plain_call(call) for call in calls]}
@@ -103,6 +106,7 @@ def _plain(message: dict) -> dict:
 
 
 def _plain_call(call: dict) -> dict:
+    call = {key: value for key, value in call.items() if key != "index"}  # streams have it
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

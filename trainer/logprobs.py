@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
-from ..engine.structured_outputs import completion_masks
+from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 
@@ -132,7 +132,7 @@ def _masks(
     if params.structured_outputs is not None:
         if tokenizer is None:
             raise ValueError("structured_outputs needs the engine's tokenizer: give tokenizer")
-        return [*completion_masks(params.structured_outputs, tokenizer, vocab, eos, completion)]
+        return [*Constraint(params.structured_outputs, tokenizer, vocab, eos).masks(completion)]
     bad = [t for t in params.stop_token_ids if t >= vocab]
     if bad:
         raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {vocab} entries")

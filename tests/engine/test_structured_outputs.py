@@ -133,9 +133,9 @@ def test_gradients_are_those_of_a_softmax_over_the_allowed_tokens(path, tokenize
     ours = model.get_output_embeddings().weight.grad.clone()
     model.zero_grad()
     logits = model(torch.tensor([PROMPT + ids])).logits[0, 3:-1].double()
-    constraints = [Constraint(params.structured_outputs, tokenizer, 1001, [2], ids[:i]) for i in range(len(ids))]
+    masks = Constraint(params.structured_outputs, tokenizer, 1001, [2]).masks(ids)
     rows = ops.RowParams.repeat(len(ids))
-    rows.masks, rows.mask_rows = ops.stack_masks([c.mask for c in constraints])
+    rows.masks, rows.mask_rows = ops.stack_masks([*masks])
     for row, masked in rows.outside(1001, logits.device):
         logits = logits.masked_fill((torch.arange(len(ids)) == row)[:, None] & masked, -torch.inf)
     logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum().backward()

@@ -27,8 +27,9 @@ def oracle(
                 early = [*(() if params.ignore_eos else eos), *params.stop_token_ids]
                 row.masks, row.mask_rows = ops.stack_masks([ops.mask_without(early, logits.shape[1])])
             if params.structured_outputs is not None:
-                done = tokens[len(prompt) :]
-                constraint = Constraint(params.structured_outputs, tokenizer, logits.shape[1], eos, done)
+                constraint = Constraint(params.structured_outputs, tokenizer, logits.shape[1], eos)
+                for token in tokens[len(prompt) :]:
+                    constraint.advance(token)
                 row.masks, row.mask_rows = ops.stack_masks([constraint.mask])
             counters = np.array([params.seed], np.uint64), np.array([sample]), np.array([len(tokens)])
             drawn = ops.sample(logits, row, torch.tensor([-1], device=current.device), *counters)

@@ -108,6 +108,21 @@ def test_control_a_turn_that_the_server_did_not_write_is_encoded_and_text_drifts
     assert other_tools[: len(prompt)] != prompt
 
 
+def test_a_call_that_a_client_writes_otherwise_is_the_same_call(client):
+    answer = ask(client, user(), tool_choice="required", seed=1)
+    ids = answer.prompt_token_ids + answer.choices[0].token_ids
+    (call,) = answer.choices[0].message.tool_calls
+    arguments = json.dumps(json.loads(call.function.arguments), indent=2)
+    told = {"function": {"arguments": arguments, "name": call.function.name}, "type": "function", "id": call.id}
+    for content in (None, "", []):
+        message = {"role": "assistant", "content": content, "tool_calls": [told | {"index": 0}], "refusal": None}
+        follow = [*user(), message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+        assert ask(client, follow, max_tokens=1).prompt_token_ids[: len(ids)] == ids
+    other = told | {"function": {"arguments": '{"a": 7}', "name": call.function.name}}
+    follow[1] = message | {"tool_calls": [other]}
+    assert ask(client, follow, max_tokens=1).prompt_token_ids[: len(ids)] != ids
+
+
 def test_a_streamed_answer_is_kept_too_and_several_samples_each_for_itself(client):
     chunks = [*ask(client, user(), max_tokens=20, n=2, stream=True, stream_options={"include_usage": True})]
     texts, ids = {0: "", 1: ""}, {0: [], 1: []}
@@ -123,6 +138,15 @@ def test_a_streamed_answer_is_kept_too_and_several_samples_each_for_itself(clien
         assert found[: len(prompt) + len(ids[index])] == prompt + ids[index]
 
 
+def test_ids_that_a_client_gave_and_turns_of_another_salt_are_kept_for_nobody(client):
+    given = {"input_ids": [17, 900, 3, 44]}
+    for extra, salt in ((given, {}), ({"cache_salt": "a"}, {"cache_salt": "b"})):
+        answer = ask(client, user("Who?"), max_tokens=40, extra_body=extra)
+        ids = answer.prompt_token_ids + answer.choices[0].token_ids
+        follow = [*user("Who?"), answer.choices[0].message, *user("And?")]
+        assert ask(client, follow, max_tokens=1, extra_body=salt).prompt_token_ids[: len(ids)] != ids
+
+
 def test_kept_turns_are_bounded_and_can_be_off(path):
     with Serving(path, {"kv_cache_memory_bytes": 2**23}, kept_tokens=150) as server:
         for number in range(4):
@@ -130,6 +154,9 @@ def test_kept_turns_are_bounded_and_can_be_off(path):
             server.ok("/v1/chat/completions", body)
             assert server.service.kept.num_tokens <= 150
         assert 0 < len(server.service.kept._turns) < 4
+    with Serving(path, {"kv_cache_memory_bytes": 2**23}, kept_tokens=0) as server:
+        server.ok("/v1/chat/completions", {"messages": user(), "max_tokens": 30, "ignore_eos": True})
+        assert not server.service.kept._turns
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -68,10 +68,12 @@ def test_a_forced_call_allows_what_the_parser_finds_and_nothing_else(name, tmp_p
     structure = FORMATS[name].forced(TOOLS, {"[ARGS]": 1, "<pad>": 0})
     known, _, call = WRITTEN[name, "one"].partition("[ARGS]")
     ids = tokenizer.encode(known) + ([1, *tokenizer.encode(call)] if call else [])
-    constraint = Constraint(structure, tokenizer, 1001, [2], ids)
+    constraint = Constraint(structure, tokenizer, 1001, [2])
+    for token in ids:
+        constraint.advance(token)
     assert np.unpackbits(constraint.mask.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [2]
     with pytest.raises(ValueError, match="doesn't satisfy the grammar"):
-        Constraint(structure, tokenizer, 1001, [2], tokenizer.encode("Hello"))
+        Constraint(structure, tokenizer, 1001, [2]).advance(tokenizer.encode("H")[0])
 
 
 def test_the_format_follows_the_template():
