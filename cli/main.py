@@ -105,7 +105,7 @@ def serve(
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
     tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
-    kept_tokens: Annotated[int, typer.Option(help="Tokens of chat answers to keep for their next turns.")] = 2**22,
+    kept_tokens: Annotated[int, typer.Option(min=0, help="Tokens of chat answers kept for next turns.")] = 2**22,
     pause_keep: Annotated[PauseKeep, typer.Option(help="KV of requests that pauses keep across an update.")] = "stale",
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.

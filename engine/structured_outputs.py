@@ -63,7 +63,7 @@ class StructuredOutputsParams:
         if self.json_object:
             return "json", '{"type": "object"}'
         if self.choice:
-            if isinstance(self.choice, str) or not all(isinstance(c, str) and c for c in self.choice):
+            if not isinstance(self.choice, list | tuple) or not all(isinstance(c, str) and c for c in self.choice):
                 raise GrammarError(f"choice must be a list of non-empty strings, got {self.choice!r}")
             return "choice", json.dumps([*self.choice])
         if self.json:

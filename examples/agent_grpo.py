@@ -1,9 +1,9 @@
 """GRPO on a tool task, in minutes on two cores: add up numbers with a calculator that adds two.
 
 The model sees "12+34+56=" and writes a call, "[12+34]"; the calculator appends "46;", and so on, until the model writes
-the sum and ends. A call ends a turn, and the next turn's prompt is all tokens so far: nothing is encoded again, and the
-KV of whole blocks is found in the prefix cache. What the calculator wrote is masked from the loss. At each step every
-sampled token's log-prob is compared with the trainer's, as bits.
+the sum and ends. A call ends a turn, and the next turn's prompt is all tokens so far: nothing is encoded again. What
+the calculator wrote is masked from the loss. At each step every sampled token's log-prob is compared with the
+trainer's, as bits.
 """
 
 from __future__ import annotations
@@ -91,8 +91,6 @@ class Agent:
         self.tokenizer = llm.tokenizer
         self.max_turns = max_turns
         self.call_end = self.tokenizer.convert_tokens_to_ids("]")
-        self.cached = 0  # prompt tokens found in the prefix cache
-        self.prompted = 0
 
     def run(self, problems: list[Problem], group_size: int, seed: int) -> list[Episode]:
         """Return `group_size` finished episodes of each problem."""
@@ -107,8 +105,6 @@ class Agent:
             params = [SamplingParams(max_tokens=MAX_TURN, seed=e.seed, stop_token_ids=[self.call_end]) for e in running]
             outputs = self.llm.generate([e.prompt for e in running], params, use_tqdm=False) if running else []
             for episode, output in zip(running, outputs, strict=True):
-                self.cached += output.num_cached_tokens
-                self.prompted += len(output.prompt_token_ids)
                 self._take(episode, output.completions[0])
         for episode in episodes:
             episode.reward = episode.reward or 0.0
@@ -203,7 +199,7 @@ def main() -> None:
             turns = sum(len(e.turns) for e in episodes) / len(episodes)
             print(
                 f"step {step + 1:3}  reward {reward:.2f}  turns {turns:.1f}  {compared} tokens equal as bits  "
-                f"{agent.cached / agent.prompted:.0%} of prompts cached  {time.perf_counter() - begin:.0f} s",
+                f"{time.perf_counter() - begin:.0f} s",
                 flush=True,
             )
 

@@ -47,10 +47,9 @@ class Conversation:
 
     def forced_call(self, tools: ToolFormat | None, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""
-        given = [t for t in self.template["tools"] or [] if isinstance((t.get("function") or {}).get("name"), str)]
+        given = [tool for tool in self.template["tools"] or [] if isinstance(_function_name(tool), str)]
         if isinstance(choice, dict):
-            name = (choice.get("function") or {}).get("name")
-            given = [tool for tool in given if tool["function"]["name"] == name]
+            given = [tool for tool in given if _function_name(tool) == _function_name(choice)]
         if not given:
             raise ValueError(f"tool_choice {choice!r} needs that tool among `tools`")
         if tools is None:
@@ -60,6 +59,11 @@ class Conversation:
             )
         added = self.server.engine.tokenization.need("tool_choice").added_tokens_decoder
         return tools.forced(given, {str(token): i for i, token in added.items() if token.special})
+
+
+def _function_name(tool: dict) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 @dataclass

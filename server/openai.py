@@ -65,10 +65,10 @@ class _Common(Call, Sampling):
             raise ValueError("give either response_format or structured_outputs")
         if kind == "json_object":
             return StructuredOutputsParams(json_object=True)
-        schema = (given.get("json_schema") or {}).get("schema")
-        if kind != "json_schema" or not isinstance(schema, dict):
+        inner = given.get("json_schema")
+        if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
             raise ValueError(f"response_format {given!r}: give text, json_object, or json_schema with a schema")
-        return StructuredOutputsParams(json=schema)
+        return StructuredOutputsParams(json=inner["schema"])
 
 
 class CompletionRequest(_Common):

@@ -96,6 +96,8 @@ def plain(message: dict) -> dict:
     """
     calls = message.get("tool_calls") or []
     if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(f"tool_calls must be a list of objects, got {calls!r}")
         message = message | {"tool_calls": [_plain_call(call) for call in calls]}
     content = message.get("content")
     if not isinstance(content, list):

@@ -57,8 +57,11 @@ class ToolFormat:
         rules = []
         for tool in tools:
             function = tool["function"]
-            schema = json.dumps((function.get("parameters") or {"type": "object"}) | {"x-guidance": _SPACING})
-            opening = self.before.replace("{name}", function["name"])
+            parameters = function.get("parameters") or {"type": "object"}
+            if not isinstance(parameters, dict):
+                raise ValueError(f"the parameters of tool {function['name']!r} must be a JSON schema")
+            schema = json.dumps(parameters | {"x-guidance": _SPACING})
+            opening = self.before.replace("{name}", json.dumps(function["name"])[1:-1])
             rules.append(f"{_literal(opening, special_ids)} %json {schema} {_literal(self.after, special_ids)}")
         return StructuredOutputsParams(grammar="start: " + "\n  | ".join(rules))
 
