@@ -34,6 +34,8 @@ _OTHERS = """
     return_hidden_states
 """
 UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
+OTHER_DIALECT = _NAMES | {sglang: vllm for vllm, sglang in _NAMES.items()}
 _listed: set[str] = set()
 
 
@@ -50,6 +52,9 @@ class Body(BaseModel):
                 asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
                 if asked and value is not None:
                     raise ValueError(f"{name}={value!r} is not supported; leave it out")
+            elif name in OTHER_DIALECT and value is not None:
+                other = OTHER_DIALECT[name]
+                raise ValueError(f"{name} would be ignored here: this dialect calls it {other}, or has sampling_params")
             elif name not in _listed and len(_listed) < 1000:
                 _listed.add(name)
                 logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
