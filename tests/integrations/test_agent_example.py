@@ -90,4 +90,4 @@ def test_the_example_runs():
 def test_the_example_learns():
     lines = run_example("--steps", 30, "--numbers", 2).splitlines()
     rewards = [float(found[1]) for line in lines if (found := re.search(r"reward (\S+)", line))]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
