@@ -347,7 +347,8 @@ def stack_masks(rows: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarr
         if id(mask) not in known:
             known[id(mask)] = places.setdefault(mask.tobytes(), len(places))  # type: ignore[union-attr]
     index = [known[id(mask)] for mask in rows]
-    words = np.array([np.frombuffer(mask, np.uint32) for mask in places], np.uint32)  # writable: numba tells apart
+    masks = [np.frombuffer(mask, np.uint32) for mask in places]
+    words = np.array(masks, np.uint32)  # a copy: for read-only arrays numba would compile anew
     return words.reshape(len(places), -1 if places else 0), np.array(index, np.int64)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import random
 import re
 
@@ -86,6 +87,23 @@ def test_replicas_give_the_same_structured_outputs(path, tokenizer, ray_cluster)
     with LLM(path, replicas=2, kv_cache_memory_bytes=2**22) as llm:
         results = llm.generate([p for p, _ in requests], [p for _, p in requests], use_tqdm=False)
     assert check_bits(model, tokenizer, requests, results)[0]
+
+
+def test_a_sample_that_moves_to_another_replica_takes_its_grammar_along(path, tokenizer):
+    llm = LLM(path)
+    params = SamplingParams(max_tokens=30, seed=3, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    request = llm.process(PROMPT, params, "moves")
+    llm.add_request(request)
+    while request.samples[0].num_completion_tokens < 5:
+        llm.step()
+    here = request.samples[0]
+    there = pickle.loads(pickle.dumps(request)).samples[0]
+    assert there.constraint is None
+    there.begin_constraint(tokenizer)
+    assert here.num_completion_tokens == there.num_completion_tokens
+    assert (here.mask == there.mask).all()
+    assert not (here.mask == Constraint(params.structured_outputs, tokenizer, 1001, [2]).mask).all()
+    llm.abort("moves")
 
 
 def test_negative_control_a_trainer_without_the_grammar_has_other_bits(path, tokenizer):
