@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import orjson
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,11 @@ class KeptIds:
 
 def _keys(context: Any, messages: Sequence[dict]) -> Iterator[bytes]:
     """A hash of each start of a conversation."""
-    seen = hashlib.blake2b(orjson.dumps(context, option=orjson.OPT_SORT_KEYS), digest_size=16)
+    seen = hashlib.blake2b(_text(context), digest_size=16)
     for message in messages:
-        told = {key: value for key, value in message.items() if value}
-        seen.update(orjson.dumps(told, option=orjson.OPT_SORT_KEYS))
+        seen.update(_text({key: value for key, value in message.items() if value}))
         yield seen.digest()
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()  # not orjson: a model may write integers of any size

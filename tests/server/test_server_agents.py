@@ -123,6 +123,17 @@ def test_a_call_that_a_client_writes_otherwise_is_the_same_call(client):
     assert ask(client, follow, max_tokens=1).prompt_token_ids[: len(ids)] != ids
 
 
+def test_arguments_may_be_any_json(client):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 123456789012345678901234567890, "é": NaN}}\n</tool_call>'
+    reply = ask(client, user(), extra_body={"structured_outputs": {"choice": [call]}})
+    answer = reply.choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert json.loads(answer.message.tool_calls[0].function.arguments)["a"] == 123456789012345678901234567890
+    follow = [*user(), answer.message, {"role": "tool", "tool_call_id": "x", "content": "1"}]
+    ids = reply.prompt_token_ids + answer.token_ids
+    assert ask(client, follow, max_tokens=1).prompt_token_ids[: len(ids)] == ids
+
+
 def test_a_streamed_answer_is_kept_too_and_several_samples_each_for_itself(client):
     chunks = [*ask(client, user(), max_tokens=20, n=2, stream=True, stream_options={"include_usage": True})]
     texts, ids = {0: "", 1: ""}, {0: [], 1: []}
