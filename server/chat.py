@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams
+from .kept_ids import conversation_keys, next_key
 from .service import Service
 from .tokenization import plain
 from .tools import FORMATS, ToolFormat
@@ -16,7 +17,7 @@ class Conversation:
     """The messages of a call. template: what the chat template gets beside them, `tools` among it.
 
     kept: whether ids of answers are kept for the next turn, and those of earlier turns used. cache_salt: shuts them off
-    from calls with another one, as it does their KV.
+    from calls with another one, as it does their KV. keys: `conversation_keys`, once the prompt is known.
     """
 
     server: Service
@@ -24,12 +25,16 @@ class Conversation:
     template: dict[str, Any]
     cache_salt: str | None
     kept: bool
+    keys: list[bytes] = field(default_factory=list)
 
     async def prompt_ids(self) -> list[int]:
         """The prompt: an answer that was generated here with the ids that were sampled, the rest encoded."""
         tokenization = self.server.engine.tokenization
         self.messages = [plain(message) for message in self.messages]
-        turn = self.server.kept.find(self._context, self.messages) if self.kept else None
+        if self.kept:
+            context = [self.template, self.cache_salt]
+            self.keys = await tokenization.in_thread(conversation_keys, context, self.messages)
+        turn = self.server.kept.find(self.keys)
         if turn is not None:
             ids = await tokenization.chat_from(self.messages, turn, **self.template)
             if ids is not None:
@@ -39,11 +44,7 @@ class Conversation:
     def keep(self, message: dict, token_ids: list[int]) -> None:
         """Keep the ids of the conversation with an answer."""
         if self.kept:
-            self.server.kept.add(self._context, [*self.messages, plain(message)], token_ids)
-
-    @property
-    def _context(self) -> list:
-        return [self.template, self.cache_salt]
+            self.server.kept.add(next_key(self.keys[-1], plain(message)), len(self.messages) + 1, token_ids)
 
     def forced_call(self, tools: ToolFormat | None, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""
