@@ -99,6 +99,8 @@ FORMATS = {
 
 def tool_format(name: str, template: str | None) -> ToolFormat | None:
     """Return the format of this name; for "auto", the first whose sign the chat template bears; for "off", None."""
-    if name != "auto":
-        return None if name == "off" else FORMATS[name]
-    return next((f for f in FORMATS.values() if f.sign in (template or "")), None)
+    if name == "auto":
+        return next((f for f in FORMATS.values() if f.sign in (template or "")), None)
+    if name not in ("off", *FORMATS):
+        raise ValueError(f"tool_parser {name!r}: choose auto, off, {', '.join(FORMATS)}")
+    return FORMATS.get(name)

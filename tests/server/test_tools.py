@@ -86,3 +86,5 @@ def test_the_format_follows_the_template():
     assert tool_format("auto", None) is None
     assert tool_format("off", qwen) is None
     assert tool_format("mistral", qwen) is FORMATS["mistral"]
+    with pytest.raises(ValueError, match="choose auto, off, hermes"):
+        tool_format("qwen", None)
