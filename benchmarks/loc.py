@@ -11,14 +11,14 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 3100,
+    "engine + scheduler + model": 3210,
     "cluster": 930,
-    "trainer": 510,
+    "trainer": 525,
     "trainer/rl": 1060,
     "correction": 610,
     "correction/calibration": 375,
-    "integrations": 880,
-    "server": 1750,
+    "integrations": 905,
+    "server": 2000,
     "cli": 1010,
     "kernels": None,
     "kernels/triton": None,

@@ -26,6 +26,8 @@ console = Console()
 app.command()(train)
 
 NUMERICS = ENGINE.only("dtype", "device").with_defaults(device="cpu")
+ToolParser = Literal["auto", "off", "hermes", "llama3_json", "mistral", "mistral-args"]
+PauseKeep = Literal["stale", "recompute"]
 DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
 
 Settings = dict[str, Any]  # of one configuration, by field
@@ -102,6 +104,9 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
+    tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
+    kept_tokens: Annotated[int, typer.Option(min=0, help="Tokens of chat answers kept for next turns.")] = 2**22,
+    pause_keep: Annotated[PauseKeep, typer.Option(help="KV of requests that pauses keep across an update.")] = "stale",
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
 
@@ -121,7 +126,8 @@ def serve(
         llm = loader.submit(LLM, model, **engine).result()
     where = (served_model_name or model, host, port, Guard(api_key, admin_key), shutdown_timeout)
     try:
-        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout)
+        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout, tool_parser=tool_parser,
+            kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
     finally:
         llm.close()
 

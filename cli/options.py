@@ -22,6 +22,7 @@ NAMES: dict[str, Any] = {
     "Literal": Literal,
     "Sequence": Sequence,
     "pathlib": pathlib,
+    "StructuredOutputsParams": str,
 }  # that the types of options are made of
 
 
@@ -125,3 +126,4 @@ def _integers(text: str) -> tuple[int, ...]:
 ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": "--pp"})
 SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": "-n"})
 SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize")  # commands show what they show
+SAMPLING = SAMPLING.without("structured_outputs")  # grammars are for programs

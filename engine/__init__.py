@@ -5,6 +5,7 @@ from .engine import Engine, WorkerEngine
 from .llm import LLM
 from .outputs import Completion, EngineStats, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
+from .structured_outputs import StructuredOutputsParams
 from .weights import WeightUpdate, WeightUpdateError, WorkerError
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "VersionSpan",
     "WeightUpdate",
     "WeightUpdateError",

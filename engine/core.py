@@ -87,6 +87,8 @@ class EngineCore(WorkerEngine):
             self._next_seq_id += 1
         request.num_scores_due = len(request.prompt_scores)
         unfinished = [s for s in request.samples if s.finish_reason is None]
+        for sample in unfinished:
+            sample.begin_constraint(self.tokenizer)
         if any(s.sampled for s in unfinished):  # it comes from another replica
             for sample in unfinished:
                 self.scheduler.add(sample)

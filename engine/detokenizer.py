@@ -21,6 +21,10 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]:
         """Return the ids of all entries."""
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The tokens that were added to the vocabulary, special ones among them, by id."""
+
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
         """Return a conversation as text; see transformers."""
 

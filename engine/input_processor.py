@@ -15,6 +15,7 @@ from ..model.checkpoint import CheckpointError
 from .detokenizer import Tokenizer
 from .request import Request, Sample
 from .sampling_params import SamplingParams
+from .structured_outputs import Constraint
 
 Prompt = str | Sequence[int] | dict[str, Any]
 _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
@@ -50,8 +51,10 @@ class InputProcessor:
             self.need_tokenizer("stop strings")
         if params.min_tokens and len({*eos, *params.stop_token_ids}) == self.vocab_size:
             raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
+        if params.structured_outputs is not None:
+            Constraint(params.structured_outputs, self.need_tokenizer("structured outputs"), self.vocab_size, eos)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
-        request = Request(request_id, text, ids, params, seed, eos)
+        request = Request(request_id, text, ids, params, seed, eos, self.vocab_size)
         max_tokens = min(params.max_tokens or room, room)
         if params.min_tokens > max_tokens:
             raise ValueError(f"min_tokens {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ..kernels import ops
 from ..scheduler import Sequence
 from .detokenizer import TextStream, Tokenizer
 from .outputs import Completion, RequestOutput, VersionSpan
 from .sampling_params import RequestOutputKind, SamplingParams
+from .structured_outputs import Constraint
 
 
 @dataclass
@@ -33,6 +38,8 @@ class Sample(Sequence):
         self.stop_reason: str | int | None = None
         self.text: str | None = None  # once finished
         self.stream: TextStream | None = None
+        self.constraint: Constraint | None = None  # of structured_outputs, where the sample runs
+        self.needs_tokens = request.params.structured_outputs is not None
         self.reported = 0  # tokens, characters and end, as far as deltas have reported
         self.reported_chars = 0
         self.reported_end = False
@@ -50,6 +57,22 @@ class Sample(Sequence):
         self.token_ids.append(token.token_id)
         self.sampled.append(token)
         self.versions.append((version, stale_kv))
+
+    def begin_constraint(self, tokenizer: Tokenizer | None) -> None:
+        """Make the constraint of structured_outputs, where the request has any."""
+        grammar = self.request.params.structured_outputs
+        if grammar is not None:
+            self.constraint = Constraint(grammar, tokenizer, self.request.vocab_size, self.request.eos_token_ids)
+            for token in self.completion_token_ids:  # sampled by another replica
+                self.constraint.advance(token)
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may come next, one bit each, u32 [ceil(V / 32)]; None: all."""
+        if self.constraint is not None:
+            return self.constraint.mask
+        early = self.num_tokens - self.num_prompt_tokens < self.request.params.min_tokens
+        return self.request.early_mask if early else None
 
     @property
     def unreported(self) -> bool:
@@ -73,6 +96,7 @@ class Request:
     params: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...]  # empty when EOS is ignored
+    vocab_size: int
     samples: list[Sample] = field(default_factory=list)
     prompt_scores: list[SampledToken] = field(default_factory=list)
     num_scores_due: int = 0  # prompt scores that are there or under way
@@ -104,11 +128,16 @@ class Request:
 
     @property
     def terminal_ids(self) -> list[int]:
-        """Tokens that end a sample; banned before min_tokens."""
+        """Tokens that end a sample; masked before min_tokens."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
+    @functools.cached_property
+    def early_mask(self) -> np.ndarray:
+        """The tokens that may come before min_tokens, as a mask."""
+        return ops.mask_without(self.terminal_ids, self.vocab_size)
+
     def check_stop(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
-        """Set finish_reason after a token was appended."""
+        """Set finish_reason after a token was appended, or what a grammar leaves for the next one."""
         token, count = sample.token_ids[-1], sample.num_completion_tokens
         if token in self.eos_token_ids:
             sample.finish_reason = "stop"
@@ -118,6 +147,8 @@ class Request:
             self._check_stop_strings(sample, tokenizer)
         if sample.finish_reason is None and count >= sample.max_tokens:
             sample.finish_reason = "length"
+        if sample.finish_reason is None and sample.constraint is not None:
+            sample.constraint.advance(token)
 
     def _check_stop_strings(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
         stream, ids = _stream(sample, tokenizer), sample.completion_token_ids

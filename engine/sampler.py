@@ -28,11 +28,9 @@ class LogitsRow:
     stale_kv: bool = False
 
     @property
-    def banned(self) -> list[int]:
-        """Token ids that may not be sampled: those that end the sample before min_tokens."""
-        request = self.sample.request
-        early = self.sample.num_tokens - self.sample.num_prompt_tokens < request.params.min_tokens
-        return request.terminal_ids if early and self.target < 0 else []
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may be sampled, as `Backend.sample` takes them; None: all. What is scored is not masked."""
+        return self.sample.mask if self.target < 0 else None
 
 
 @dataclass
@@ -71,7 +69,7 @@ class SamplingMetadata:
                 np.array([p.top_k for p in params], np.int64),
                 np.array([p.top_p for p in params], np.float64),
                 np.array([p.min_p for p in params], np.float64),
-                [r.banned for r in rows],
+                *ops.stack_masks([r.mask for r in rows]),
             ),
             num_logprobs=[-1 if count is None else count for count in counts],
             raw_logprobs=any(p.raw_logprobs for p in params),
@@ -148,10 +146,10 @@ def _sample_logits(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, 
         plain = ops.sample(logits, ops.RowParams.repeat(len(logits)), tokens).scores
         numbers[:, 2] = plain.logprob.float()
     alternatives = {}
+    if max(metadata.num_logprobs) >= 0:
+        for row, masked in params.outside(logits.shape[1], logits.device):
+            logits[row].masked_fill_(masked, -torch.inf)
     for row, count in enumerate(metadata.num_logprobs):
-        if count >= 0 and params.banned[row]:
-            banned = ops.to_device(np.array(params.banned[row], np.int64), logits.device)
-            logits[row].index_fill_(0, banned, -torch.inf)
         if count > 0:
             # by a tensor: by a number, CUDA multiplies with its reciprocal
             logp = logits[row] / logits.new_full((), params.temperature[row] or 1.0)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from .structured_outputs import StructuredOutputsParams
+
 MAX_N = 4096
 MAX_LOGPROBS = 1000
 _FLAGS = ("ignore_eos", "raw_logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
@@ -40,8 +42,9 @@ class SamplingParams:
     """The sampling parameters of one prompt; the names are vLLM's.
 
     The distribution is softmax(logits / temperature), masked by top_k, top_p and min_p in this order, renormalised;
-    log-probs are of exactly this distribution. temperature=0 is greedy: filters are off and log-probs are those of
-    temperature 1. A top_k of 0 or -1 is off. Tokens tied at a filter's edge stay in.
+    log-probs are of exactly this distribution. Tokens that min_tokens or structured_outputs forbid are masked before
+    all else. temperature=0 is greedy: filters are off and log-probs are those of temperature 1. A top_k of 0 or -1 is
+    off. Tokens tied at a filter's edge stay in.
     """
 
     n: int = 1
@@ -78,6 +81,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string or token that ended the text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A grammar that completions follow. What it forbids has probability 0, as with any other filter."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What `LLM.step` reports."""
 
@@ -112,8 +117,16 @@ class SamplingParams:
         for token in ids:
             _integer("stop_token_ids", token, 0)
         object.__setattr__(self, "stop_token_ids", ids)
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+
+    def _check_structured_outputs(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise TypeError(f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}")
+        if self.min_tokens or self.ignore_eos:
+            raise ValueError("structured_outputs says where a completion ends: leave min_tokens and ignore_eos out")
 
     @property
     def greedy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 _HOMES = {"Client": "client", "RemoteEngine": "remote_engine", "ServerError": "client"}
+_HOMES |= {"Trace": "turns", "Turn": "turns", "join_turns": "turns"}
 
 
 def __getattr__(name: str):
@@ -14,4 +15,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Client", "RemoteEngine", "ServerError"]
+__all__ = ["Client", "RemoteEngine", "ServerError", "Trace", "Turn", "join_turns"]

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -187,6 +188,7 @@ def _fields(params: SamplingParams) -> dict:
         "max_new_tokens": params.max_tokens, "min_new_tokens": params.min_tokens, "sampling_seed": params.seed,
         "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
         "no_stop_trim": params.include_stop_str_in_output,
+        "structured_outputs": None if params.structured_outputs is None else asdict(params.structured_outputs),
     }  # fmt: skip
 
 

@@ -193,7 +193,8 @@ class Backend(Protocol):
         top_k: np.ndarray,
         top_p: np.ndarray,
         min_p: np.ndarray,
-        banned: Sequence[Sequence[int]],
+        masks: np.ndarray,
+        mask_rows: np.ndarray,
         targets: Tensor,
         seeds: np.ndarray,
         samples: np.ndarray,
@@ -203,6 +204,7 @@ class Backend(Protocol):
 
         The distribution is tempered, filtered (top-k, top-p, min-p, in this order; ties at an edge stay in) and
         renormalised. [R] each: temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64,
-        `banned` lists of token ids, targets int64 (the token to score, or -1 to draw one), and the draw's counters:
-        seeds u64, samples i64, positions i64.
+        mask_rows i64 (the row's place among `masks` u32 [M, ceil(V / 32)], or -1 for none: bit j % 32 of word j // 32
+        allows token j), targets int64 (the token to score, or -1 to draw one), and the draw's counters: seeds u64,
+        samples i64, positions i64.
         """

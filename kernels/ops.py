@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -290,13 +291,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float
 
 @dataclass
 class RowParams:
-    """Sampling parameters, one entry per row; `banned` token ids have probability 0. See `Backend.sample`."""
+    """Sampling parameters, one entry per row, and the tokens that masks leave a row. See `Backend.sample`."""
 
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
-    banned: list[list[int]]
+    masks: np.ndarray
+    mask_rows: np.ndarray
 
     @classmethod
     def repeat(cls, rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowParams:
@@ -306,13 +308,48 @@ class RowParams:
             np.full(rows, top_k, np.int64),
             np.full(rows, top_p, np.float64),
             np.full(rows, min_p, np.float64),
-            [[]] * rows,
+            *stack_masks([None] * rows),
         )
 
     def __getitem__(self, rows: slice) -> RowParams:
         return RowParams(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.banned[rows]
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.masks,
+            self.mask_rows[rows],
         )
+
+    def outside(self, vocab: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+        """Yield each row that has a mask, with the tokens that the mask takes from it, bool [V]."""
+        bits: dict[int, Tensor] = {}
+        for row, mask in enumerate(self.mask_rows.tolist()):
+            if mask >= 0:
+                if mask not in bits:
+                    allowed = np.unpackbits(self.masks[mask].view(np.uint8), count=vocab, bitorder="little")
+                    bits[mask] = to_device(allowed == 0, device)
+                yield row, bits[mask]
+
+
+def mask_without(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """Return the mask, u32 [ceil(V / 32)], that allows all tokens but these."""
+    allowed = np.ones(-(-vocab // 32) * 32, np.uint8)
+    allowed[[*ids]] = 0
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def stack_masks(rows: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the masks u32 [M, words] of all rows, equal ones once, and each row's place among them: -1 for None."""
+    places: dict[bytes, int] = {}
+    known: dict[int, int] = {id(None): -1}
+    for mask in rows:
+        if id(mask) not in known:
+            known[id(mask)] = places.setdefault(mask.tobytes(), len(places))  # type: ignore[union-attr]
+    index = [known[id(mask)] for mask in rows]
+    masks = [np.frombuffer(mask, np.uint32) for mask in places]
+    words = np.array(masks, np.uint32)  # a copy: for read-only arrays numba would compile anew
+    return words.reshape(len(places), -1 if places else 0), np.array(index, np.int64)
 
 
 def sample(
@@ -332,7 +369,7 @@ def sample(
     seeds = np.zeros(rows, np.uint64) if seeds is None else seeds
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
-    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.masks, params.mask_rows
     targets = torch.from_numpy(np.ascontiguousarray(targets)) if isinstance(targets, np.ndarray) else targets
     return backend(logits.device).sample(logits, *settings, targets.contiguous(), seeds, samples, positions)
 
@@ -381,9 +418,8 @@ class _TokenLogprobs(torch.autograd.Function):
             temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
             temperature = temperature.to(hidden.device)
             z = _product(hidden[rows], weight, bias, ctx.exact).div_(temperature)  # in place: two such at a time
-            for row, ids in enumerate(params.banned):
-                if ids:
-                    z[row, ids] = -math.inf
+            for row, masked in params.outside(z.shape[1], z.device):
+                z[row].masked_fill_(masked, -math.inf)
             outside = (z >= thresholds[rows, None]).logical_not_()
             logp = z.sub_(logsumexps[rows, None])
             outside |= logp == -math.inf

@@ -120,7 +120,7 @@ class Scheduler:
     def _waits(self, seq: Sequence) -> bool:
         """True if a token under way is the sequence's last one, or has to be known first."""
         last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
-        return seq.num_pending > 0 and (last or not self.async_scheduling)
+        return seq.num_pending > 0 and (last or seq.needs_tokens or not self.async_scheduling)
 
     def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
         assert tokens > 0, f"{seq} has nothing to compute"

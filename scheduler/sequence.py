@@ -47,6 +47,7 @@ class Sequence:
         self.num_prefix_hit: int | None = None  # tokens, when it was first admitted
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
+        self.needs_tokens = False  # no step of it may be scheduled before its last token is known
         self.num_pending = 0  # tokens that steps under way sample; num_tokens counts them
         self.pending_row = 0  # the newest one's place among the step's rows of logits
 

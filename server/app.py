@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,16 +18,19 @@ from .. import __version__
 from ..engine import LLM, WeightUpdateError
 from ..engine.weights import TransferError, WorkerError
 from ..kernels.contract import NumericsError
-from . import control, openai, sglang, sglang_control
+from . import control, openai, sglang, sglang_control, tokens
 from .async_engine import AsyncEngine, GenerationError, UnavailableError
 from .auth import Guard
+from .kept_ids import KeptIds
 from .metrics import Metrics
 from .protocol import ClientGoneError, problem, reply
 from .service import ModelNotFoundError, Served, Service
+from .tools import tool_format
 from .updates import ConflictError, WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 64 * 2**20  # bytes
+PauseKeep = Literal["stale", "recompute"]
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
 
@@ -42,6 +46,7 @@ async def page() -> Response:
 
 @open_router.get("/health")
 @open_router.get("/ready")
+@open_router.get("/liveness")
 async def health(server: Served) -> Response:
     """200 while the engine's thread lives and the server takes requests."""
     engine = server.engine
@@ -73,20 +78,29 @@ def create_app(
     guard: Guard | None = None,
     max_waiting: int = 1024,
     transfer_timeout: float = 300.0,
+    tool_parser: str = "auto",
+    kept_tokens: int = 2**22,
+    pause_keep: PauseKeep = "stale",
 ) -> FastAPI:
     """The application around an engine, which belongs to it from its start on.
 
     max_waiting: sequences in the queue before new requests get 503. transfer_timeout: seconds, for the rendezvous and
-    each broadcast of a weight update.
+    each broadcast of a weight update. tool_parser: the convention by which tool calls are found in chat answers: one of
+    `tools.FORMATS`, "auto" (by the chat template) or "off". kept_tokens: of chat answers, kept for their next turns; 0
+    is off. pause_keep: whether requests that a pause keeps across a weight update keep the old weights' KV ("stale"),
+    or have it computed anew ("recompute"), which keeps their log-probs exact.
     """
+    template = getattr(llm.tokenizer, "chat_template", None)
+    found_format = tool_format(tool_parser, template if isinstance(template, str) else None)
     guard = guard or Guard()
     found = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = AsyncEngine(llm, max_waiting, found.observe_step)
-        updates = WeightUpdates(engine, transfer_timeout)
-        app.state.service = found.service = Service(engine, updates, model_name)
+        updates = WeightUpdates(engine, transfer_timeout, pause_keep == "recompute")
+        kept = KeptIds(kept_tokens)
+        app.state.service = found.service = Service(engine, updates, model_name, kept, found_format)
         engine.start()
         yield
         updates.close()
@@ -102,7 +116,7 @@ def create_app(
     )
     app.state.metrics = found
     app.include_router(open_router)
-    for public in (router, openai.router, sglang.router, control.router):
+    for public in (router, openai.router, tokens.router, sglang.router, control.router):
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (sglang_control.control, control.control):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])

@@ -225,7 +225,7 @@ class AsyncEngine:
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         arguments = (prompt, request.params, name, self.tokenization.processor)
-        if len(request.prompt) <= INLINE_PROMPT:
+        if len(request.prompt) <= INLINE_PROMPT and request.params.structured_outputs is None:
             return self.llm.process(*arguments)
         self.tokenization.check_length(request.prompt)
         return await self.tokenization.in_thread(self.llm.process, *arguments)

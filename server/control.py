@@ -12,6 +12,7 @@ from ..engine import LLM
 from .protocol import Body, FastRoute, reply
 from .service import LOGPROBS_MODE, Served
 from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
+from .updates import ConflictError
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -57,6 +58,12 @@ class CheckerBody(Body):
 
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] = Field(default_factory=dict)
+
+
+class SnapshotBody(Body):
+    """A step of SGLang's check of weights."""
+
+    action: Literal["snapshot", "reset_tensors", "compare"]
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------
@@ -146,6 +153,33 @@ async def weight_info(server: Served):
         "updates": server.llm.weight_version,
         "weight_groups": groups,  # that could receive weights now
     })  # fmt: skip
+
+
+@router.get("/weight_version")
+@router.get("/get_weight_version")
+async def get_weight_version(server: Served):
+    """The weight version's label, as slime and Miles ask for it."""
+    return reply({"weight_version": server.updates.label})
+
+
+@control.post("/weights_checker")
+async def weights_checker(body: SnapshotBody, server: Served):
+    """Check weights in SGLang's three steps: take a snapshot (of hashes), drop all weights, compare what came since."""
+    if body.action == "reset_tensors":
+        await server.engine.call(lambda llm: llm.release_memory(["weights"]))
+        return done("all weights are dropped; nothing is served before an update has brought them")
+    if not server.llm.has_weights:
+        raise ValueError("the weights are dropped: wake the engine up, or update them")
+    found = await server.engine.call(LLM.weight_checksums)
+    if body.action == "snapshot":
+        server.weight_snapshot = found
+        return done(f"took a snapshot of {len(found)} tensors")
+    if server.weight_snapshot is None:
+        raise ConflictError('there is nothing to compare with; send {"action": "snapshot"} first')
+    wrong = sorted(name for name, value in server.weight_snapshot.items() if found.get(name) != value)
+    if wrong:
+        raise ValueError(f"{len(wrong)} of {len(found)} tensors differ from the snapshot, first {wrong[0]!r}")
+    return done(f"all {len(found)} tensors are those of the snapshot")
 
 
 @control.post("/weight_checker")

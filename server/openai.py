@@ -1,4 +1,4 @@
-"""The OpenAI dialect with vLLM's extensions: completions, chat, token-in-token-out, tokenisation."""
+"""The OpenAI dialect with vLLM's extensions: completions, chat, tokenisation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from ..engine import Completion, RequestOutput, SamplingParams
+from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from .async_engine import GenerateRequest
+from .chat import ChatAnswers, Conversation
 from .protocol import (
     STREAMING,
     Body,
@@ -37,19 +38,37 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class _Call(Body):
+class Call(Body):
+    """The fields of every call that generates."""
+
     model: str | None = None
     stream: bool | None = False
     cache_salt: str | None = Field(default=None, min_length=1)
     request_id: RequestId | None = None
 
 
-class _Common(_Call, Sampling):
+class _Common(Call, Sampling):
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_weight_versions: bool | None = False
+    response_format: dict[str, Any] | None = Field(default=None, description="text, json_object or json_schema.")
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The grammar that response_format or structured_outputs asks for."""
+        given = self.response_format or {}
+        kind = given.get("type", "text")
+        if kind == "text":
+            return super().structure()
+        if self.structured_outputs:
+            raise ValueError("give either response_format or structured_outputs")
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        inner = given.get("json_schema")
+        if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise ValueError(f"response_format {given!r}: give text, json_object, or json_schema with a schema")
+        return StructuredOutputsParams(json=inner["schema"])
 
 
 class CompletionRequest(_Common):
@@ -69,31 +88,13 @@ class ChatRequest(_Common):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = Field(default=None, description="For the chat template; calls are not parsed.")
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="For the chat template; see --tool-parser.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_prompt_token_ids: bool | None = False
     return_meta_info: bool | None = False
-
-
-class TokensSampling(Sampling):
-    """The sampling parameters of `/inference/v1/generate`."""
-
-    logprobs: int | None = Field(default=None, ge=0)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
-    output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
-    detokenize: bool | None = None
-
-
-class TokensRequest(_Call):
-    """The body of `/inference/v1/generate`: token ids in, token ids out."""
-
-    token_ids: list[int]
-    sampling_params: TokensSampling = TokensSampling()
-    output_mode: Literal["tokens"] | None = None
-    return_token_ids: bool | None = None
 
 
 class TokenizeRequest(Body):
@@ -120,15 +121,17 @@ class DetokenizeRequest(Body):
 class _Writer:
     """Writes one call's choices, whole or as chunks."""
 
-    def __init__(self, server: Service, body: _Common, n: int, request_id: str):
+    def __init__(self, server: Service, body: _Common, n: int, request_id: str, answers: ChatAnswers | None = None):
         self.server = server
         self.body = body
         self.n = n
-        self.chat = isinstance(body, ChatRequest)
+        self.answers = answers
+        self.chat = answers is not None
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{request_id}"
         self.created = int(time.time())
         self.offsets: dict[int, int] = {}  # choice that has begun -> characters of its logprobs' tokens so far
         self.prompt_tokens: dict[int, int] = {}  # by request
+        self.cached_tokens: dict[int, int] = {}
         self.completion_tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
@@ -160,7 +163,7 @@ class _Writer:
         }
 
     def usage(self) -> dict:
-        return usage(sum(self.prompt_tokens.values()), self.completion_tokens)
+        return usage(sum(self.prompt_tokens.values()), self.completion_tokens, sum(self.cached_tokens.values()))
 
     def choice(self, request: int, output: RequestOutput, c: Completion) -> dict:
         """A choice, or what is new of it. request: its index among all of the call."""
@@ -169,14 +172,11 @@ class _Writer:
         begins = index not in self.offsets
         self.offsets.setdefault(index, 0)
         self.prompt_tokens[request] = len(output.prompt_token_ids)
+        self.cached_tokens[request] = output.num_cached_tokens
         self.completion_tokens += len(c.token_ids)
-        found: dict[str, Any] = {"index": index}
-        if self.chat:
-            role = {"role": "assistant"} if begins else {}
-            found["delta" if body.stream else "message"] = {**role, "content": c.text or ""}
-        else:
-            found["text"] = c.text or ""
-        found |= {"logprobs": self.logprobs(index, c), "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
+        found: dict[str, Any] = {"index": index, "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
+        found["logprobs"] = self.logprobs(index, c)
+        found |= {"text": c.text or ""} if self.answers is None else self.answers.take(index, output, c)
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
         if body.return_weight_versions:
@@ -246,11 +246,16 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None]
 
 
 async def _answer(
-    http: Request, server: Service, body: _Common, prompts: list[str | list[int]], params: SamplingParams
+    http: Request,
+    server: Service,
+    body: _Common,
+    prompts: list[str | list[int]],
+    params: SamplingParams,
+    answers: ChatAnswers | None = None,
 ):
     server.check_model(body.model)
     request_id = body.request_id or uuid.uuid4().hex
-    writer = _Writer(server, body, params.n, request_id)
+    writer = _Writer(server, body, params.n, request_id, answers)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
     return await answer(
         http, server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last
@@ -277,18 +282,25 @@ async def chat_completions(body: ChatRequest, http: Request, server: Served):
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.params(body.stream, max_tokens=limit, logprobs=body.top_logprobs or None)  # no limit: all that fits
-    ids = body.input_ids
-    if ids is None:
-        template = {
-            "tools": body.tools if body.tool_choice != "none" else None,
-            "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-            "continue_final_message": body.continue_final_message,
-        }
-        ids = await server.engine.tokenization.chat(
-            body.messages, **template | _template_kwargs(body.chat_template_kwargs)
-        )
-    return await _answer(http, server, body, [ids], params)
+    template = {
+        "tools": body.tools,  # also with tool_choice "none", which leaves the prompt as it is and parses no calls
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+    } | _template_kwargs(body.chat_template_kwargs)
+    kept = body.input_ids is None and template["add_generation_prompt"]  # ids of a client's own are nobody else's
+    conversation = Conversation(server, body.messages, template, body.cache_salt, kept)
+    tools = server.tool_format if body.tools and body.tool_choice != "none" else None
+    more: dict[str, Any] = {"max_tokens": limit, "logprobs": body.top_logprobs or None}  # no limit: all that fits
+    if body.tool_choice not in (None, "none", "auto"):
+        if body.structure() is not None:
+            raise ValueError("a forced tool_choice leaves no room for response_format or structured_outputs")
+        more["structured_outputs"] = conversation.forced_call(tools, body.tool_choice)
+    if tools is not None and body.skip_special_tokens is None:
+        more["skip_special_tokens"] = False  # in some templates they mark the calls
+    params = body.params(body.stream, **more)
+    ids = await conversation.prompt_ids() if body.input_ids is None else body.input_ids
+    answers = ChatAnswers(conversation, tools, bool(body.stream))
+    return await _answer(http, server, body, [ids], params, answers)
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -296,65 +308,6 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     if taken := sorted(given.keys() & {"tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}):
         raise ValueError(f"chat_template_kwargs may not set {', '.join(taken)}")
     return given
-
-
-# --- token in, token out ----------------------------------------------------------------------------------------------
-
-
-@router.post("/inference/v1/generate", responses=STREAMING)
-async def inference_generate(body: TokensRequest, http: Request, server: Served):
-    """Token ids in, token ids out."""
-    server.check_model(body.model)
-    sampling = body.sampling_params
-    params = sampling.params(body.stream, detokenize=bool(sampling.stop))
-    request_id = body.request_id or uuid.uuid4().hex
-    begun: set[str] = set()
-
-    def choice(c: Completion) -> dict:
-        return {
-            "index": c.index,
-            "token_ids": c.token_ids,
-            "finish_reason": c.finish_reason,
-            "stop_reason": c.stop_reason,
-            "logprobs": None if params.logprobs is None else {"content": list(_token_entries(c))},
-            "weight_versions": version_spans(c, server.updates.label_of),
-            "routed_experts": None,
-            "sampling_mask": None,
-        }
-
-    def envelope(output: RequestOutput) -> dict:
-        return {
-            "request_id": request_id,
-            "model": server.model_name,
-            "choices": [choice(c) for c in output.completions],
-            "prompt_token_ids": None if begun else output.prompt_token_ids,
-            "prompt_logprobs": prompt_logprobs(server, output),
-            "weight_version": server.updates.label,
-        }
-
-    def whole(outputs: list[RequestOutput]) -> dict:
-        (output,) = outputs
-        tokens = usage(len(output.prompt_token_ids), sum(len(c.token_ids) for c in output.completions))
-        return envelope(output) | {"usage": tokens}
-
-    def events(index: int, output: RequestOutput) -> Iterable[dict]:
-        yield envelope(output)
-        begun.add(request_id)
-
-    requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
-    return await answer(http, server.engine, requests, request_id, body.stream, whole, events)
-
-
-def _token_entries(c: Completion) -> Iterable[dict]:
-    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, c.top_logprobs or [], c.ranks or [], strict=True):
-        others = [_token_entry(t, lp, place) for place, (t, lp) in enumerate(top.items(), 1)]
-        yield _token_entry(token, logprob, rank) | {"top_logprobs": others}
-
-
-def _token_entry(token: int, logprob: float, rank: int) -> dict:
-    """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
-    name = f"token_id:{token}"
-    return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from ..engine import Completion, RequestOutput, SamplingParams
+from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.sampling_params import RequestOutputKind
 from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
 
@@ -34,6 +34,8 @@ _OTHERS = """
     return_hidden_states
 """
 UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
+OTHER_DIALECT = _NAMES | {sglang: vllm for vllm, sglang in _NAMES.items()}
 _listed: set[str] = set()
 
 
@@ -50,6 +52,9 @@ class Body(BaseModel):
                 asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
                 if asked and value is not None:
                     raise ValueError(f"{name}={value!r} is not supported; leave it out")
+            elif name in OTHER_DIALECT and value is not None:
+                other = OTHER_DIALECT[name]
+                raise ValueError(f"{name} would be ignored here: this dialect calls it {other}, or has sampling_params")
             elif name not in _listed and len(_listed) < 1000:
                 _listed.add(name)
                 logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
@@ -72,7 +77,15 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="vLLM's: one of json, json_object, regex, choice and grammar."
+    )
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The grammar that is asked for. Raises ValueError or TypeError for a wrong one."""
+        given = {name: value for name, value in (self.structured_outputs or {}).items() if value}
+        return StructuredOutputsParams(**given) if given else None
 
     def params(self, streamed: bool | None, **more: Any) -> SamplingParams:
         """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range.
@@ -80,7 +93,7 @@ class Sampling(Body):
         streamed: the engine tells what is new at each step, else the end alone.
         """
         names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in names} | more
+        given = {name: getattr(self, name) for name in names} | {"structured_outputs": self.structure()} | more
         given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
 
@@ -90,10 +103,14 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's count of a call's tokens."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's count of a call's tokens. cached_tokens: of the prompts, those whose KV was there."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 def version_spans(completion: Completion, label_of: Callable[[int | None], str]) -> list[dict]:

@@ -11,6 +11,8 @@ from fastapi import Depends, Request
 from ..engine import LLM
 from ..engine.outputs import EngineStats
 from .async_engine import AsyncEngine
+from .kept_ids import KeptIds
+from .tools import ToolFormat
 from .updates import WeightUpdates
 
 LOGPROBS_MODE = (
@@ -30,6 +32,9 @@ class Service:
     engine: AsyncEngine
     updates: WeightUpdates
     model_name: str
+    kept: KeptIds
+    tool_format: ToolFormat | None = None
+    weight_snapshot: dict[str, str] | None = None  # checksums, by name, that /weights_checker took
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from ..engine import Completion, RequestOutput, VersionSpan
+from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
 from .async_engine import GenerateRequest
 from .protocol import (
     STREAMING,
@@ -36,6 +36,15 @@ class SGLangSampling(Sampling):
     min_tokens: int | None = Field(default=None, alias="min_new_tokens")
     seed: int | None = Field(default=None, alias="sampling_seed")
     include_stop_str_in_output: bool | None = Field(default=None, alias="no_stop_trim")
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The grammar that is asked for, by SGLang's names or vLLM's."""
+        own = {"json": self.json_schema, "regex": self.regex, "grammar": self.ebnf}
+        given = {name: value for name, value in (own | (self.structured_outputs or {})).items() if value}
+        return StructuredOutputsParams(**given) if given else None
 
 
 class GenerateBody(Body):

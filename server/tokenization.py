@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..engine import LLM
+from .kept_ids import KeptTurn
 
 T = TypeVar("T")
 
@@ -57,22 +59,60 @@ class Tokenization:
 
     async def chat(self, messages: list[dict], **template) -> list[int]:
         """The token ids that the chat template makes of a conversation."""
-        return await self.in_thread(self._chat, [_plain(m) for m in messages], **template)
+        return await self.in_thread(self._chat, [plain(m) for m in messages], **template)
 
     def _chat(self, messages: list[dict], **template) -> list[int]:
-        tokenizer = self.need("chat messages")
+        return self.encode(self._rendered(messages, **template), add_special_tokens=False)
+
+    def _rendered(self, messages: list[dict], **template) -> str:
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **template)
+            return self.need("chat messages").apply_chat_template(messages, tokenize=False, **template)
         except Exception as error:  # the template is a program of the model's (or the client's)
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return tokenizer.encode(text, add_special_tokens=False)
+
+    async def chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
+        """The token ids of a conversation that begins with those of a kept turn.
+
+        None if the template writes the kept messages otherwise in the longer conversation, or ends them by no EOS.
+        """
+        return await self.in_thread(self._chat_from, [plain(m) for m in messages], turn, **template)
+
+    def _chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
+        whole = self._rendered(messages, **template)
+        known = self._rendered(messages[: turn.messages], **template | {"add_generation_prompt": False})
+        end = len(known.rstrip())
+        for token in self.processor.eos_token_ids:
+            if whole.startswith(known) and known[:end].endswith(self.token(token)):
+                ended = turn.token_ids[-1] in self.processor.eos_token_ids
+                rest = whole[end if ended else end - len(self.token(token)) :]
+                return [*turn.token_ids, *self.encode(rest, add_special_tokens=False)]
+        return None
 
 
-def _plain(message: dict) -> dict:
-    """Content given as text parts, as one text."""
+def plain(message: dict) -> dict:
+    """A message as templates read it: content as one text, and the arguments of tool calls as JSON's values.
+
+    Raises ValueError for content that is not text, and arguments that are not JSON.
+    """
+    calls = message.get("tool_calls") or []
+    if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(f"tool_calls must be a list of objects, got {calls!r}")
+        message = message | {"tool_calls": [_plain_call(call) for call in calls]}
     content = message.get("content")
     if not isinstance(content, list):
         return message
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
         raise ValueError("message content must be text; images, audio and the like are not supported")
     return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+
+
+def _plain_call(call: dict) -> dict:
+    call = {key: value for key, value in call.items() if key != "index"}  # streams have it
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError as error:
+        raise ValueError(f"the arguments of a tool call are not JSON: {function['arguments']!r}") from error

@@ -49,9 +49,10 @@ class VersionLabels:
 class WeightUpdates:
     """The one update in progress, the process groups that tensors come over, and what clients call the versions."""
 
-    def __init__(self, engine: AsyncEngine, timeout: float):
+    def __init__(self, engine: AsyncEngine, timeout: float, recompute_kept: bool = False):
         self.engine = engine
         self.timeout = timeout
+        self.recompute_kept = recompute_kept  # also the KV of requests that a pause keeps
         self.labels = VersionLabels()
         self.groups: set[str] = set()  # names of those that were joined
         self.pending: WeightUpdate | None = None
@@ -144,7 +145,7 @@ class WeightUpdates:
         label = label or self._label
         self.pending = None
         self._forget()
-        keep_kv = self.engine.pause_mode == "keep"
+        keep_kv = self.engine.pause_mode == "keep" and not self.recompute_kept
 
         def commit(llm: LLM) -> int:
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
+from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 
@@ -26,6 +28,7 @@ def token_logprobs(
     return_argmax: bool = False,
     chunk: int | None = None,
     forward: Callable | None = None,
+    tokenizer: Any = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
 
@@ -39,11 +42,11 @@ def token_logprobs(
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
     distributions in the same shape. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
     bit. forward: called in place of the model by code that runs inside a wrapped model's forward (DDP's, FSDP2's)
-    and must not run the wrapper's hooks again.
+    and must not run the wrapper's hooks again. tokenizer: the engine's; structured_outputs need it, and prompt_lens.
     """
     params = sampling_params or SamplingParams()
-    if params.min_tokens and prompt_lens is None:
-        raise ValueError("min_tokens bans EOS early in the completion: give prompt_lens, one per sequence")
+    if (params.min_tokens or params.structured_outputs) and prompt_lens is None:
+        raise ValueError("min_tokens and structured_outputs need to know where completions begin: give prompt_lens")
     rows = _rows(sequences, attention_mask)
     if not rows or not all(len(r) for r in rows):
         raise ValueError("token_logprobs needs at least one sequence, and no empty ones")
@@ -51,7 +54,7 @@ def token_logprobs(
     prompts = [1] * len(rows) if prompt_lens is None else _checked(prompt_lens, lengths)
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
     batch = PackedBatch.of(model, rows, [n - prompt for n, prompt in zip(lengths, prompts, strict=True)])
-    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS, forward)
+    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS, forward, tokenizer)
     spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
     extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
@@ -93,17 +96,23 @@ class PackedBatch:
         return {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
 
     def score(
-        self, model: PreTrainedModel, params: SamplingParams, chunk: int, forward: Callable | None = None
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        chunk: int,
+        forward: Callable | None = None,
+        tokenizer: Any = None,
     ) -> ops.TokenLogprobs:
         """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time."""
         rows = ops.RowParams.repeat(len(self.index), params.temperature, params.top_k, params.top_p, params.min_p)
-        if params.min_tokens:
-            banned = _banned(model, params)
-            rows.banned = []
-            for count in self.counts:
-                rows.banned += [banned if position < params.min_tokens else [] for position in range(count)]
+        targets = self.ids[self.index + 1]
+        if params.min_tokens or params.structured_outputs is not None:
+            masks: list[np.ndarray | None] = []
+            for completion in targets.cpu().split(self.counts):
+                masks += _masks(model, params, tokenizer, completion.tolist())
+            rows.masks, rows.mask_rows = ops.stack_masks(masks)
         call = forward or model
-        return call(**self.inputs(), logprobs=LogprobRequest(self.index, self.ids[self.index + 1], rows, chunk))
+        return call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk))
 
 
 def exact_head(model: PreTrainedModel) -> LMHead:
@@ -114,13 +123,21 @@ def exact_head(model: PreTrainedModel) -> LMHead:
     return head
 
 
-def _banned(model: PreTrainedModel, params: SamplingParams) -> list[int]:
-    """The tokens that may not be sampled before min_tokens."""
-    bad = [t for t in params.stop_token_ids if t >= model.config.vocab_size]
-    if bad:
-        raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {model.config.vocab_size} entries")
+def _masks(
+    model: PreTrainedModel, params: SamplingParams, tokenizer: Any, completion: list[int]
+) -> list[np.ndarray | None]:
+    """The mask that each token of a completion was sampled under."""
+    vocab = model.config.vocab_size
     eos = () if params.ignore_eos else eos_token_ids(model.config, model.generation_config)
-    return [*eos, *params.stop_token_ids]
+    if params.structured_outputs is not None:
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs the engine's tokenizer: give tokenizer")
+        return [*Constraint(params.structured_outputs, tokenizer, vocab, eos).masks(completion)]
+    bad = [t for t in params.stop_token_ids if t >= vocab]
+    if bad:
+        raise ValueError(f"stop_token_ids {bad} are out of range; the vocabulary has {vocab} entries")
+    early = min(params.min_tokens, len(completion))
+    return [ops.mask_without([*eos, *params.stop_token_ids], vocab)] * early + [None] * (len(completion) - early)
 
 
 def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:

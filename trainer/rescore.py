@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +25,18 @@ def rescore(
     sampling_params: SamplingParams | None = None,
     max_num_batched_tokens: int = 4096,
     share_prefixes: bool = True,
+    tokenizer: Any = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Exact log-probs of rollouts of any origin, packed to a token budget: those of `token_logprobs`, bit for bit.
 
     rollouts: (prompt token ids, completion token ids), read as needed. Yields, in their order, the completion's
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
     share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
+    tokenizer: the engine's, where sampling_params has structured_outputs.
     """
     params = sampling_params or SamplingParams()
     for batch in _batches(model, rollouts, max_num_batched_tokens, share_prefixes):
-        found = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size))
+        found = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
         yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
 
 

@@ -50,7 +50,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     layout = PagedLayout([1], zeros, zeros, zeros, zeros, work_items([1], 1))
     kv, stored = torch.zeros(1, 1, 16, dtype=dtype), x.to(dtype)
     one = np.ones(1)
-    row: tuple = one, np.zeros(1, np.int64), one, one * 0, [[]]
+    row: tuple = one, np.zeros(1, np.int64), one, one * 0, np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     calls = (
         lambda: linear_packed(x, [(storage(pack(stored)), 1, None)]),

@@ -6,11 +6,10 @@ the bits of an fp32 number: no sort, no order to depend on.
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import float32, float64, int32, int64, prange, uint64
+from numba import float32, float64, int32, int64, prange, uint32, uint64
 
 from ..backend import Sampled, Scores
 from .elementwise import exp
@@ -88,7 +87,7 @@ def _top_k_threshold(z, k):
     low, high = int64(_key(float32(-np.inf))), int64(2**31 - 1)
     while (
         low < high
-    ):  # the largest key that at least k tokens reach; -inf, which banned tokens have, where k exceeds all
+    ):  # the largest key that at least k tokens reach; -inf, which masked tokens have, where k exceeds all
         middle = (low + high + 1) >> 1
         edge = _unkey(middle)
         count = 0
@@ -160,8 +159,8 @@ def _sample(
     top_k,
     top_p,
     min_p,
-    banned,
-    banned_starts,
+    masks,
+    mask_rows,
     targets,
     seeds,
     samples,
@@ -182,8 +181,11 @@ def _sample(
         divisor = float32(1.0) if greedy else float32(temperature[i])
         for j in range(vocab):
             z[j] = logits[i, j] / divisor
-        for b in range(banned_starts[i], banned_starts[i + 1]):
-            z[banned[b]] = -np.inf
+        mask = mask_rows[i]
+        if mask >= 0:
+            for j in range(vocab):
+                if masks[mask, j >> 5] >> uint32(j & 31) & uint32(1) == 0:
+                    z[j] = -np.inf
         most = _maximum(z)
         for j in range(vocab):
             weights[j] = exp(z[j] - most)
@@ -232,7 +234,8 @@ def sample(
     top_k: np.ndarray,
     top_p: np.ndarray,
     min_p: np.ndarray,
-    banned: Sequence[Sequence[int]],
+    masks: np.ndarray,
+    mask_rows: np.ndarray,
     targets: torch.Tensor,
     seeds: np.ndarray,
     samples: np.ndarray,
@@ -242,14 +245,11 @@ def sample(
 
     The most likely token is -1 where a token was drawn by chance.
     """
-    starts = np.zeros(len(banned) + 1, np.int64)
-    np.cumsum([len(b) for b in banned], out=starts[1:])
-    flat = np.array([t for b in banned for t in b], np.int64)
     rows = logits.shape[0]
     tokens, thresholds = torch.empty_like(targets), logits.new_empty(rows)
     scores = logits.new_empty(4, rows, dtype=torch.float64)
     _sample(
-        logits.numpy(), temperature, top_k, top_p, min_p, flat, starts, targets.numpy(), seeds, samples, positions,
+        logits.numpy(), temperature, top_k, top_p, min_p, masks, mask_rows, targets.numpy(), seeds, samples, positions,
         tokens.numpy(), scores.numpy(), thresholds.numpy(),
     )  # fmt: skip
     return Sampled(tokens, Scores(*scores.unbind()), thresholds)

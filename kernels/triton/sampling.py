@@ -8,8 +8,6 @@ one, by sums of integers, which have no order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import triton
@@ -25,23 +23,22 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _row(logits, settings, counters, banned, vocab):
+def _row(logits, settings, counters, masks, vocab):
     """Return the temperature of this program's row, and what `_tempered` wants to know of the row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + 3 * row)
     divisor = tl.where(temperature == 0.0, 1.0, temperature).to(tl.float32)
-    ban_first, ban_last = tl.load(counters + 6 * row + 4), tl.load(counters + 6 * row + 5)
-    return temperature, (logits + row * vocab, vocab, divisor, banned, ban_first, ban_last)
+    mask = tl.load(counters + 5 * row + 4)
+    return temperature, (logits + row * vocab, vocab, divisor, masks + mask * ((vocab + 31) // 32), mask >= 0)
 
 
 @triton.jit
 def _tempered(source, j):
-    """Return fp32 logits / T of tokens j; -inf for banned ones and beyond the vocabulary."""
-    logits, vocab, divisor, banned, ban_first, ban_last = source
+    """Return fp32 logits / T of tokens j; -inf for masked ones and beyond the vocabulary."""
+    logits, vocab, divisor, words, masked = source
     z = tl.div_rn(tl.load(logits + j, mask=j < vocab, other=-_INFINITY), divisor)
-    for b in range(ban_first, ban_last):
-        z = tl.where(j == tl.load(banned + b), -_INFINITY, z)
-    return z
+    word = tl.load(words + j // 32, mask=masked & (j < vocab), other=-1)
+    return tl.where(word >> (j % 32) & 1 == 0, -_INFINITY, z)
 
 
 @triton.jit
@@ -66,10 +63,10 @@ def _largest(peaks, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _peaks(logits, settings, counters, banned, peaks, vocab, parts, PART: tl.constexpr):
+def _peaks(logits, settings, counters, masks, peaks, vocab, parts, PART: tl.constexpr):
     """Write each part's largest tempered logit; infinite if a logit is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, source = _row(logits, settings, counters, banned, vocab)
+    _, source = _row(logits, settings, counters, masks, vocab)
     j = part * PART + tl.arange(0, PART)
     raw = tl.load(logits + row * vocab + j, mask=j < vocab, other=0.0)
     bad = (~(tl.abs(raw) <= 3.4028235e38)).to(tl.int32)  # also a NaN
@@ -143,12 +140,12 @@ def _threshold(
 
 @triton.jit
 def _thresholds(
-    logits, settings, counters, banned, peaks, thresholds, candidates, vocab, parts,
+    logits, settings, counters, masks, peaks, thresholds, candidates, vocab, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    temperature, source = _row(logits, settings, counters, banned, vocab)
-    top_p, min_p, top_k = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2), tl.load(counters + 6 * row)
+    temperature, source = _row(logits, settings, counters, masks, vocab)
+    top_p, min_p, top_k = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2), tl.load(counters + 5 * row)
     most, finite = _largest(peaks, parts, PARTS)
     candidates = candidates + row * ROOM
     threshold = tl.full((), -_INFINITY, tl.float32)
@@ -173,11 +170,11 @@ def _weights(z, most, threshold):
 
 @triton.jit
 def _sums(
-    logits, settings, counters, banned, peaks, thresholds, sums, vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr
+    logits, settings, counters, masks, peaks, thresholds, sums, vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
     """Write f64 [R, 3, parts]: sums of weights, and of weights * (tempered logit - largest); the first largest."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, source = _row(logits, settings, counters, banned, vocab)
+    _, source = _row(logits, settings, counters, masks, vocab)
     most, _ = _largest(peaks, parts, PARTS)
     j = part * PART + tl.arange(0, PART)
     z = _tempered(source, j)
@@ -227,12 +224,12 @@ def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "logprob", "entropy", "logsumexp", "argmax"])
 def _finish(
-    logits, settings, counters, banned, peaks, thresholds, sums, targets, tokens, logprob, entropy, logsumexp, argmax,
+    logits, settings, counters, masks, peaks, thresholds, sums, targets, tokens, logprob, entropy, logsumexp, argmax,
     vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sums = sums + 3 * row * parts
-    temperature, source = _row(logits, settings, counters, banned, vocab)
+    temperature, source = _row(logits, settings, counters, masks, vocab)
     most, finite = _largest(peaks, parts, PARTS)
     threshold, token = tl.load(thresholds + row), tl.load(targets + row)
     total, mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
@@ -245,7 +242,7 @@ def _finish(
         token = best.to(tl.int64)
         if finite & (temperature != 0.0):
             u = _uniform(
-                tl.load(counters + 6 * row + 1), tl.load(counters + 6 * row + 2), tl.load(counters + 6 * row + 3)
+                tl.load(counters + 5 * row + 1), tl.load(counters + 5 * row + 2), tl.load(counters + 5 * row + 3)
             )
             token = _draw(source, most, threshold, sums, parts, u * total, PART)
         token = tl.minimum(token, vocab - 1)
@@ -268,7 +265,8 @@ def sample(
     top_k: np.ndarray,
     top_p: np.ndarray,
     min_p: np.ndarray,
-    banned: Sequence[Sequence[int]],
+    masks: np.ndarray,
+    mask_rows: np.ndarray,
     targets: torch.Tensor,
     seeds: np.ndarray,
     samples: np.ndarray,
@@ -280,13 +278,11 @@ def sample(
     """
     logits = aligned(logits)
     rows, vocab = logits.shape
-    starts = np.zeros(rows + 1, np.int64)
-    np.cumsum([len(b) for b in banned], out=starts[1:])
     device, parts = logits.device, -(-vocab // _PART)
     settings = to_device(np.stack((temperature, top_p, min_p), 1).astype(np.float64), device)
-    columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, starts[:-1], starts[1:]
-    flat = np.array([t for b in banned for t in b] or [-1], np.int64)
-    shared = logits, settings, to_device(np.stack(columns, 1), device), to_device(flat, device)
+    columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, mask_rows
+    words = to_device((masks if masks.size else np.zeros((1, 1), np.uint32)).view(np.int32), device)
+    shared = logits, settings, to_device(np.stack(columns, 1), device), words
     peaks, thresholds = logits.new_empty(rows, parts), logits.new_full((rows,), -torch.inf)
     shape = {"PARTS": triton.next_power_of_2(parts), "PART": _PART}
     launch(_peaks, (rows, parts), *shared, peaks, vocab, parts, PART=_PART, num_warps=8)

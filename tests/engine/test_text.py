@@ -45,7 +45,7 @@ class Pieces:
 def run_stops(pieces, stop, min_tokens=0):
     """Feeds the pieces one token at a time: (finish text or None, what was shown after each token)."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=100)
-    request = Request("r", None, [0], params, 0, ())
+    request = Request("r", None, [0], params, 0, (), 1001)
     sample = Sample(request, 0, 100, False)
     request.samples.append(sample)
     tokenizer, shown = Pieces(*pieces), []

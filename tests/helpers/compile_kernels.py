@@ -12,6 +12,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
+import numpy as np
 import torch
 import triton
 from triton import knobs
@@ -139,7 +140,8 @@ def catch_all(capability: int) -> None:
             elementwise.gated_activation_backward(x, x, x, activation)
     one, none = torch.ones(4).double().numpy(), torch.zeros(4).long().numpy()
     for rows in (1, 4):
-        now = one[:rows], none[:rows], one[:rows], one[:rows], [[]] * rows, torch.zeros(rows, dtype=torch.long)
+        masks = np.zeros((1, 4748), np.uint32), none[:rows]
+        now = one[:rows], none[:rows], one[:rows], one[:rows], *masks, torch.zeros(rows, dtype=torch.long)
         sampling.sample(torch.empty(rows, 151936), *now, *[none[:rows]] * 3)
 
 

@@ -370,7 +370,7 @@ def test_a_default_dtype_of_the_callers_changes_nothing():
 def test_top_k_beyond_the_tokens_that_are_not_banned_keeps_all_of_them():
     logits = torch.randn(1, 1001)
     params = ops.RowParams.repeat(1, top_k=1000)
-    params.banned = [[3, 4]]
+    params.masks, params.mask_rows = ops.stack_masks([ops.mask_without([3, 4], 1001)])
     scores = ops.sample(logits, params, np.array([7])).scores
     kept = torch.ones(1001, dtype=torch.bool)
     kept[[3, 4]] = False

@@ -39,7 +39,7 @@ def row_params(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 def draw(row, count, seeds=0, samples=0, positions=0, banned=(), **setting):
     """`count` draws from one row of logits -> tokens [count]; a counter is a number or one per draw."""
     params = row_params(count, **setting)
-    params.banned = [list(banned)] * count
+    params.masks, params.mask_rows = ops.stack_masks([ops.mask_without(banned, len(row))] * count)
     counters = [
         np.broadcast_to(np.asarray(c, t), count).copy() for c, t in ((seeds, "u8"), (samples, "i8"), (positions, "i8"))
     ]
@@ -50,7 +50,7 @@ def score(row, banned=(), **setting):
     """(log-prob of every token [V], threshold) of one row of logits."""
     vocab = len(row)
     params = row_params(vocab, **setting)
-    params.banned = [list(banned)] * vocab
+    params.masks, params.mask_rows = ops.stack_masks([ops.mask_without(banned, vocab)] * vocab)
     _, scores, thresholds = ops.sample(row.repeat(vocab, 1), params, np.arange(vocab))
     return scores.logprob, float(thresholds[0])
 
@@ -375,7 +375,7 @@ def test_a_row_of_the_kernel_never_depends_on_its_neighbours(threads):
         each = [row_params(1, **settings[i]) for i in index]
         params = ops.RowParams(
             *(np.concatenate([getattr(p, name) for p in each]) for name in ("temperature", "top_k", "top_p", "min_p")),
-            [banned[i] for i in index],
+            *ops.stack_masks([ops.mask_without(banned[i], VOCAB) if banned[i] else None for i in index]),
         )
         counters = seeds[index], samples[index], positions[index]
         tokens, scores, thresholds = ops.sample(logits[index], params, np.full(len(index), -1), *counters)

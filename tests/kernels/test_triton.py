@@ -280,18 +280,20 @@ def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
     logits = torch.randn(rows, vocab) * 3
     logits[3, 17] = math.nan
     logits[4] = logits[4].round()
+    banned = {5: [3, 4, 5], 6: [int(logits[6].argmax())], 9: [*range(31, 4990)], 11: [0, vocab - 1]}
+    masks = ops.stack_masks([ops.mask_without(banned[i], vocab) if i in banned else None for i in range(rows)])
     params = ops.RowParams(
         np.array([1, 0.7, 0, 1, 1, 1.3, 1, 1, 1, 1, 1, 1.0]),
         np.array([0, 50, 0, 0, 20, 0, 0, 10**9, 5, 0, 0, 1]),
         np.array([1, 0.9, 1, 1, 1, 0.5, 1, 1, 0.7, 0.999, 1, 1.0]),
         np.array([0, 0, 0, 0, 0, 0, 0.05, 0, 0.1, 0, 0, 0.0]),
-        [[], [], [], [], [], [3, 4, 5], [int(logits[6].argmax())], [], [], [], [], []],
+        *masks,
     )
     counters = np.arange(rows, dtype=np.uint64) * 7919 + 2**63, np.arange(rows), np.arange(rows) * 5
     targets = torch.full((rows,), -1)
     targets[10] = 77
     given = logits.clone(), targets.clone()
-    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.banned
+    settings = params.temperature, params.top_k, params.top_p, params.min_p, params.masks, params.mask_rows
     ours, theirs = (backend.sample(logits, *settings, targets, *counters) for backend in (kernels, cpu))
     assert torch.equal(logits.nan_to_num(7.0), given[0].nan_to_num(7.0)) and torch.equal(targets, given[1])
     sound = torch.arange(rows) != 3
@@ -342,7 +344,7 @@ def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
 def edge_of(row, top_k=0, top_p=1.0) -> float:
     now = [np.array([x]) for x in (1.0, top_k, top_p, 0.0)]
     counters = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    return float(kernels.sample(row[None], *now, [[]], torch.tensor([0]), *counters).thresholds)
+    return float(kernels.sample(row[None], *now, *ops.stack_masks([None]), torch.tensor([0]), *counters).thresholds)
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,26 @@ def test_running_requests_are_recomputed_or_say_that_they_were_not(server, path,
     assert torch.equal(logprobs[begin:], new[begin:]) == (mode != "in_place")
 
 
+@pytest.mark.parametrize("keep", ["stale", "recompute"])
+def test_prime_rls_pause_keeps_requests_and_on_request_their_exactness(path, updated, keep):
+    """Its calls in an update: /pause?mode=keep&clear_cache=false, /update_weights with weight_dir, /resume."""
+    with Serving(path, pause_keep=keep) as server, in_background(server.ok, "/inference/v1/generate", LONG) as results:
+        wait_for(lambda: server.llm.stats().generation_tokens > 20)
+        server.ok("/pause?mode=keep&clear_cache=false")
+        server.ok("/update_weights", {"weight_dir": str(updated), "weight_version": "5"})
+        server.ok("/resume")
+        assert server.get("/liveness") == {"status": "ok"}
+    choice = results[0]["choices"][0]
+    spans = choice["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "5"]
+    assert any("stale_kv" in span for span in spans) == (keep == "stale")
+    logprobs = torch.tensor([e["logprob"] for e in choice["logprobs"]["content"]])
+    for span, model in zip(spans, (path, updated), strict=True):
+        exact = token_logprobs(exact_model(model), [PROMPT + choice["token_ids"]])[0][len(PROMPT) :]
+        part = slice(span["start"], span["end"])
+        assert torch.equal(logprobs[part], exact[part]) == ("stale_kv" not in span)
+
+
 def test_stale_kv_is_never_shared(server, updated, new_rollout):
     """A request that keeps old KV goes on beside new ones of the same prompt."""
     prompt = [7] * 64
@@ -334,6 +354,26 @@ def test_checksums_compare_two_versions(server, path, updated):
 
 
 # --- the Python client ------------------------------------------------------------------------------------------------
+
+
+def test_slimes_check_of_an_update(server, path, updated):
+    """Snapshot, reset, update, compare: what slime and Miles ask for with --check-weight-update-equal."""
+    for name in ("/get_weight_version", "/weight_version"):
+        assert server.get(name) == {"weight_version": "default"}
+    assert server.post("/weights_checker", {"action": "compare"}).status_code == 409
+    assert server.ok("/weights_checker", {"action": "snapshot"})["success"] is True
+    server.ok("/weights_checker", {"action": "reset_tensors"})
+    assert server.post("/generate", {"input_ids": PROMPT}).status_code == 503
+    response = server.post("/weights_checker", {"action": "compare"})
+    assert (response.status_code, "dropped" in response.json()["message"]) == (400, True)
+    server.ok("/update_weights_from_disk", {"model_path": str(path), "weight_version": "6"})
+    assert server.ok("/weights_checker", {"action": "compare"})["success"] is True
+    assert server.get("/get_weight_version") == {"weight_version": "6"}
+    server.ok("/update_weights_from_disk", {"model_path": str(updated)})
+    response = server.post("/weights_checker", {"action": "compare"})
+    assert (response.status_code, response.json()["success"]) == (400, False)
+    assert "differ from the snapshot" in response.json()["message"]
+    assert server.post("/weights_checker", {"action": "reset"}).status_code == 400
 
 
 def test_the_client_returns_what_the_engine_does(server, path, updated):

@@ -1,0 +1,93 @@
+"""Token in, token out: vLLM's `/inference/v1/generate`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from ..engine import Completion, RequestOutput
+from .async_engine import GenerateRequest
+from .openai import Call, prompt_logprobs
+from .protocol import STREAMING, FastRoute, Sampling, answer, finite, usage, version_spans
+from .service import Served
+
+router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
+
+
+class TokensSampling(Sampling):
+    """The sampling parameters of `/inference/v1/generate`."""
+
+    logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
+    detokenize: bool | None = None
+
+
+class TokensRequest(Call):
+    """The body of `/inference/v1/generate`: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: TokensSampling = TokensSampling()
+    output_mode: Literal["tokens"] | None = None
+    return_token_ids: bool | None = None
+
+
+@router.post("/inference/v1/generate", responses=STREAMING)
+async def inference_generate(body: TokensRequest, http: Request, server: Served):
+    """Token ids in, token ids out."""
+    server.check_model(body.model)
+    sampling = body.sampling_params
+    params = sampling.params(body.stream, detokenize=bool(sampling.stop))
+    request_id = body.request_id or uuid.uuid4().hex
+    begun: set[str] = set()
+
+    def choice(c: Completion) -> dict:
+        return {
+            "index": c.index,
+            "token_ids": c.token_ids,
+            "finish_reason": c.finish_reason,
+            "stop_reason": c.stop_reason,
+            "logprobs": None if params.logprobs is None else {"content": list(_token_entries(c))},
+            "weight_versions": version_spans(c, server.updates.label_of),
+            "routed_experts": None,
+            "sampling_mask": None,
+        }
+
+    def envelope(output: RequestOutput) -> dict:
+        return {
+            "request_id": request_id,
+            "model": server.model_name,
+            "choices": [choice(c) for c in output.completions],
+            "prompt_token_ids": None if begun else output.prompt_token_ids,
+            "prompt_logprobs": prompt_logprobs(server, output),
+            "weight_version": server.updates.label,
+        }
+
+    def whole(outputs: list[RequestOutput]) -> dict:
+        (output,) = outputs
+        count = sum(len(c.token_ids) for c in output.completions)
+        tokens = usage(len(output.prompt_token_ids), count, output.num_cached_tokens)
+        return envelope(output) | {"usage": tokens}
+
+    def events(index: int, output: RequestOutput) -> Iterable[dict]:
+        yield envelope(output)
+        begun.add(request_id)
+
+    requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
+    return await answer(http, server.engine, requests, request_id, body.stream, whole, events)
+
+
+def _token_entries(c: Completion) -> Iterable[dict]:
+    for token, logprob, top, rank in zip(c.token_ids, c.logprobs, c.top_logprobs or [], c.ranks or [], strict=True):
+        others = [_token_entry(t, lp, place) for place, (t, lp) in enumerate(top.items(), 1)]
+        yield _token_entry(token, logprob, rank) | {"top_logprobs": others}
+
+
+def _token_entry(token: int, logprob: float, rank: int) -> dict:
+    """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
+    name = f"token_id:{token}"
+    return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
