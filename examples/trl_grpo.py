@@ -1,6 +1,6 @@
 """TRL's GRPO on exact rollouts: a tiny model, made from scratch, learns to sort digits in minutes on two cores.
 
-usage: python examples/trl_grpo.py [--steps 120] [--folder out/trl_grpo] [--figure curve.png]
+usage: python examples/trl_grpo.py [--steps 100] [--folder out/trl_grpo] [--figure curve.png]
 The figure shows the reward and each step's token ratios, beside those that TRL's own model gives the same rollouts.
 """
 
@@ -80,13 +80,15 @@ def draw(logs: list[dict], file: pathlib.Path) -> None:
     ):
         right.fill_between(steps, [e[low] for e in logs], [e[high] for e in logs], color=color, label=label, lw=1.5)
     right.set(xlabel="step", ylabel="trainer / rollout", title="Smallest to largest token ratio, bfloat16")
-    right.legend()
+    low, high = right.get_ylim()
+    right.set_ylim(low, high + 0.3 * (high - low))
+    right.legend(loc="upper left")
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("out/trl_grpo"))
     parser.add_argument("--figure", type=pathlib.Path)
     options = parser.parse_args()

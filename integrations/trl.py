@@ -6,6 +6,8 @@ While TRL builds a trainer, three names of its module are ours: `create_model_fr
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import logging
 import random
@@ -85,10 +87,13 @@ class ExactTrainer:
         _refuse(config, kwargs, check)
         if engine is None and config.use_vllm and config.vllm_mode == "server":
             engine = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
-        config.use_vllm = True
-        config.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
+        own = copy.copy(config)
+        own.use_vllm = True
+        own.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
+        args = tuple(own if a is config else a for a in args)
+        kwargs = {name: own if value is config else value for name, value in kwargs.items()}
         self.check = check
-        with _exact_parts(self, config, {} if engine is None else engine):
+        with _exact_parts(self, own, {} if engine is None else engine):
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
@@ -229,6 +234,10 @@ def make_llm(
     """
     exact_head(model)
     path, dtype = model.config._name_or_path, model.dtype
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise ValueError("dynamo_backend: torch.compile rewrites what stands between exact ops; set it to no")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError("mixed_precision=fp8 has no exact products; use bf16 or no")
     mixed = accelerator.mixed_precision != "no"
     if accelerator.distributed_type == "FSDP":
         if not accelerator.is_fsdp2:
@@ -266,10 +275,7 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
     exact_head(model)
     plain = model.forward
 
-    def forward(input_ids=None, attention_mask=None, labels=None, fused_lm_head=False, **kwargs):
-        if not fused_lm_head:
-            kwargs |= {} if labels is None else {"labels": labels}
-            return plain(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+    def score(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **kwargs) -> FusedCausalLMOutput:
         if more := [name for name, value in kwargs.items() if value is not None]:
             raise NotImplementedError(f"an exact model takes text alone, without {', '.join(more)}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -282,6 +288,10 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
         logprobs = logprobs.masked_fill(logprobs == -torch.inf, OUTSIDE) * scored
         # TRL's own output type: DistributedDataParallel looks for tensors in it.
         return FusedCausalLMOutput(log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:])
+
+    @functools.wraps(plain)
+    def forward(*args, fused_lm_head: bool = False, **kwargs):
+        return score(**kwargs) if fused_lm_head else plain(*args, **kwargs)
 
     model.forward = forward
 
