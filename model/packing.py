@@ -40,9 +40,9 @@ def packing(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     ):
         if use_cache or past_key_values is not None:
             raise NotImplementedError("an exact model has no HF cache (use_cache=False); generate with samebits.LLM")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None:
-            raise ValueError("give input_ids or inputs_embeds")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
         keep = kept_tokens(attention_mask, given.shape[:2]).to(given.device)
         lengths = _lengths(keep, position_ids)
         if cu_seq_lens_q is not None and cu_seq_lens_q.tolist() != [0, *accumulate(lengths)]:
