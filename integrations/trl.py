@@ -169,8 +169,11 @@ def _refuse(config: Any, given: dict, check: bool) -> None:
         raise ValueError(f"model_init_kwargs {unknown}: an exact model takes dtype alone")
     if check and not getattr(config, "vllm_importance_sampling_correction", True):
         raise ValueError("vllm_importance_sampling_correction=False leaves nothing to compare; give check=False, too")
+    params = _sampling_params(config)
+    if params.min_tokens and (given.get("tools") or given.get("environment_factory")):
+        raise ValueError("generation_kwargs min_tokens counts each turn's tokens anew; leave it out with tools")
     rollouts = config.steps_per_generation * config.num_iterations
-    if config.beta and _is_filtered(_sampling_params(config)) and config.gradient_accumulation_steps % rollouts:
+    if config.beta and _is_filtered(params) and config.gradient_accumulation_steps % rollouts:
         raise ValueError(
             "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
             "outside the filter, and its KL infinite. Set num_iterations=1 and leave out steps_per_generation"

@@ -268,6 +268,7 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs \['presence_penalty'\]"),
         ({"generation_kwargs": {"seed": 1}}, r"generation_kwargs \['seed'\]"),
         (FILTERS | {"beta": 0.1, "num_iterations": 2}, "beta > 0"),
+        ({"generation_kwargs": {"min_tokens": 3}, "trainer": {"tools": [print]}}, "min_tokens"),
         ({"trainer": {"peft_config": object()}}, "peft_config"),
         ({"trainer": {"quantization_config": object()}}, "quantization_config"),
         ({"engine": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
