@@ -11,13 +11,13 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 3210,
+    "engine + scheduler + model": 3400,
     "cluster": 930,
-    "trainer": 525,
+    "trainer": 530,
     "trainer/rl": 1060,
     "correction": 610,
     "correction/calibration": 375,
-    "integrations": 905,
+    "integrations": 1200,
     "server": 2000,
     "cli": 1010,
     "kernels": None,

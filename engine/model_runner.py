@@ -24,7 +24,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, num_blocks: int, graph_limits: tuple[int, int, int] | None = None):
         self.model = model
-        model.set_attn_implementation(attention.NAME)  # paged KV has no other
+        model.set_attn_implementation(attention.PACKED)  # paged KV has no other
         self.num_blocks = num_blocks
         self.kv_caches = self.new_kv_caches(model, num_blocks)
         pack_weights(model)

@@ -385,6 +385,56 @@ class TokenLogprobs(NamedTuple):
     argmax: Tensor
 
 
+def _grad_logits(
+    logits: Tensor,
+    params: RowParams,
+    targets: Tensor,
+    entropy: Tensor,
+    logsumexp: Tensor,
+    thresholds: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """Return the gradient fp32 [R, V] by logits, which are overwritten, of R rows' log-probs and entropies."""
+    temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
+    temperature = temperature.to(logits.device)
+    z = logits.div_(temperature)  # in place: two such at a time
+    for row, masked in params.outside(z.shape[1], z.device):
+        z[row].masked_fill_(masked, -math.inf)
+    outside = (z >= thresholds[:, None]).logical_not_()
+    logp = z.sub_(logsumexp[:, None])
+    outside |= logp == -math.inf
+    p = logp.exp().masked_fill_(outside, 0.0)
+    here = targets[:, None]
+    up = torch.where(outside.gather(1, here), 0.0, grad_logprob[:, None])  # no gradient outside the distribution
+    grad = logp.masked_fill_(outside, 0.0).add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(up).mul_(p).neg_()
+    del p
+    return grad.scatter_add_(1, here, up).div_(temperature)
+
+
+class _LogitLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, params):
+        found = sample(logits.detach(), params, targets)
+        entropy, argmax = found.scores.entropy.float(), found.scores.argmax.long()
+        ctx.save_for_backward(logits, targets, entropy, found.scores.logsumexp.float(), found.thresholds)
+        ctx.params = params
+        ctx.mark_non_differentiable(argmax)
+        return found.scores.logprob.float(), entropy, argmax
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprob, grad_entropy, _):
+        logits, targets, entropy, logsumexp, thresholds = ctx.saved_tensors
+        scores = targets, entropy, logsumexp, thresholds, grad_logprob, grad_entropy
+        return _grad_logits(logits.detach().clone(), ctx.params, *scores), None, None
+
+
+def logit_logprobs(logits: Tensor, targets: Tensor, params: RowParams) -> TokenLogprobs:
+    """Apply filters, log-softmax and gather to fp32 logits [R, V]; targets int64 [R]. Differentiable but for argmax."""
+    return TokenLogprobs(*_apply(_LogitLogprobs, logits.contiguous(), targets, params))
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, params, chunk, exact):
@@ -414,23 +464,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            params = ctx.params[rows]
-            temperature = torch.from_numpy(np.where(params.temperature == 0, 1.0, params.temperature)).float()[:, None]
-            temperature = temperature.to(hidden.device)
-            z = _product(hidden[rows], weight, bias, ctx.exact).div_(temperature)  # in place: two such at a time
-            for row, masked in params.outside(z.shape[1], z.device):
-                z[row].masked_fill_(masked, -math.inf)
-            outside = (z >= thresholds[rows, None]).logical_not_()
-            logp = z.sub_(logsumexps[rows, None])
-            outside |= logp == -math.inf
-            p = logp.exp().masked_fill_(outside, 0.0)
-            entropy = entropies[rows, None]
-            up, here = grad_logprob[rows, None], targets[rows, None]
-            up = torch.where(outside.gather(1, here), 0.0, up)  # a token outside the distribution has no gradient
-            grad = logp.masked_fill_(outside, 0.0).add_(entropy).mul_(grad_entropy[rows, None]).add_(up).mul_(p).neg_()
-            del p
-            grad.scatter_add_(1, here, up)
-            grad /= temperature
+            logits = _product(hidden[rows], weight, bias, ctx.exact)
+            scores = [t[rows] for t in (targets, entropies, logsumexps, thresholds, grad_logprob, grad_entropy)]
+            grad = _grad_logits(logits, ctx.params[rows], *scores)
             grad_hidden[rows] = kernels.gradient_product(grad, weight.t(), torch.float32)
             kernels.linear_resume(grad.t(), hidden[rows].t(), grad_weight)
             if grad_bias is not None:

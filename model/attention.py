@@ -5,26 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..kernels import ops
 
-NAME = "samebits"
+NAME = "samebits"  # for any model of transformers, whose rows are whole sequences or packed by their positions
+PACKED = "samebits_packed"  # for models of ours, which bring a layout; transformers makes no mask for it
 
 
-def _layout_of(query: torch.Tensor, position_ids: torch.Tensor | None, group: int) -> ops.PagedLayout:
-    """The layout of a plain call without one: a sequence starts at each row and wherever positions start again."""
-    batch, tokens = query.shape[0], query.shape[2]
-    if position_ids is None:
-        return ops.packed_layout([tokens] * batch, group, query.device)
-    positions = position_ids.expand(batch, tokens).reshape(-1).cpu()
-    starts = torch.cat((positions.new_tensor([0]), (positions.diff() != 1).nonzero().flatten() + 1))
-    rows = torch.arange(0, batch * tokens, tokens)
-    starts = torch.unique(torch.cat((starts, rows)))
+def sequence_lengths(positions: torch.Tensor, rows: list[int]) -> list[int]:
+    """Return the lengths of the sequences in rows of given lengths: one starts wherever positions start again.
+
+    positions int64 [T], of all rows. ValueError unless each sequence counts from 0.
+    """
+    positions = positions.cpu()
+    bounds = torch.tensor([0, *rows]).cumsum(0)
+    starts = torch.unique(torch.cat((bounds[:-1], (positions.diff() != 1).nonzero().flatten() + 1)))
     if (positions[starts] != 0).any():
-        raise ValueError("position_ids must run 0, 1, 2 ... in each sequence; for left-padded rows use token_logprobs")
-    ends = torch.cat((starts[1:], starts.new_tensor([batch * tokens])))
-    return ops.packed_layout((ends - starts).tolist(), group, query.device)
+        raise ValueError(
+            "position_ids must run 0, 1, 2 ... in each sequence, padding apart; leave them out where each row is one"
+        )
+    return torch.cat((starts, bounds[-1:])).diff().tolist()
 
 
 def attention_forward(
@@ -36,7 +37,6 @@ def attention_forward(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    position_ids: torch.Tensor | None = None,
     layout: ops.PagedLayout | None = None,
     kv_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     **kwargs,
@@ -51,7 +51,7 @@ def attention_forward(
         raise NotImplementedError("an exact model has no HF cache (use_cache=False); generate with samebits.LLM")
     batch, heads, tokens, dim = query.shape
     if layout is None:
-        layout = _layout_of(query, position_ids, heads // key.shape[1])
+        raise ValueError('this attention is that of models from exact_model; for others there is "samebits"')
     q, k, v = (t.transpose(1, 2).reshape(batch * tokens, -1, dim) for t in (query, key, value))
     window = sliding_window or 0
     if kv_caches is not None:
@@ -62,4 +62,37 @@ def attention_forward(
     return out.view(batch, tokens, heads, dim), None
 
 
-AttentionInterface.register(NAME, attention_forward)
+def plain_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    position_ids: torch.Tensor | None = None,
+    layout: ops.PagedLayout | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `attention_forward` does; without a layout, to sequences that `position_ids` [B or 1, T] tell apart."""
+    if attention_mask is not None:
+        raise ValueError(f'attn_implementation="{NAME}" takes no mask of scores; use samebits.trainer.exact_model')
+    if layout is None:
+        batch, heads, tokens, _ = query.shape
+        lengths = [tokens] * batch
+        if position_ids is not None:
+            lengths = sequence_lengths(position_ids.expand(batch, tokens).reshape(-1), lengths)
+        layout = ops.packed_layout(lengths, heads // key.shape[1], query.device)
+    return attention_forward(module, query, key, value, None, scaling, layout=layout, **kwargs)
+
+
+def no_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> None:
+    """Return the mask that `plain_forward` takes: none. ValueError where `attention_mask` [B, T] hides a token."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            f'attn_implementation="{NAME}" takes no padding; give each row alone, or use samebits.trainer.exact_model'
+        )
+
+
+AttentionInterface.register(NAME, plain_forward)
+AttentionInterface.register(PACKED, attention_forward)
+AttentionMaskInterface.register(NAME, no_mask)

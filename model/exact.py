@@ -16,6 +16,7 @@ from ..kernels import ops
 from ..kernels.contract import Contract, probe
 from . import attention
 from .checkpoint import CheckpointError, manifest, resolve
+from .packing import packing
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
@@ -191,18 +192,12 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         if is_head and not exact:
             module.exact = False
     model.__class__ = scoring(type(model))
-    if exact:
-        model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False
-    base: Any = model.base_model
-    base.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    if exact:
+        model.set_attn_implementation(attention.PACKED)
+        base: Any = model.base_model
+        base.__class__ = packing(type(base))
     return model
-
-
-def _refuse_padding(model, args, kwargs):
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if mask is not None and not bool(mask.all()):
-        raise ValueError("an exact model takes no padding mask; use samebits.trainer.token_logprobs, which packs")
 
 
 def contract_of(model: PreTrainedModel) -> Contract:

@@ -247,7 +247,12 @@ async def server_info(server: Served, config_format: Literal["text", "json"] = "
     load = server.load()
     limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
     vllm_config = {
-        "model_config": {"model": server.model_name, "dtype": config.dtype, "max_model_len": llm.max_model_len},
+        "model_config": {
+            "model": server.model_name,
+            "dtype": config.dtype,
+            "max_model_len": llm.max_model_len,
+            "logprobs_mode": "processed_logprobs",  # vLLM's word for log-probs of the distribution sampled from
+        },
         "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load.kv_blocks_total},
         "scheduler_config": limits,
         "weight_transfer_config": {"backend": "gloo"},

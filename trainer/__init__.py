@@ -2,8 +2,16 @@
 
 from ..model import exact_model
 from .fsdp import shard
-from .logprobs import token_logprobs
+from .logprobs import selective_log_softmax, token_logprobs
 from .rescore import gradient_sketch, rescore
 from .weight_sync import save_weights
 
-__all__ = ["exact_model", "gradient_sketch", "rescore", "save_weights", "shard", "token_logprobs"]
+__all__ = [
+    "exact_model",
+    "gradient_sketch",
+    "rescore",
+    "save_weights",
+    "selective_log_softmax",
+    "shard",
+    "token_logprobs",
+]

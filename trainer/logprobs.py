@@ -15,6 +15,7 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
+from ..model.packing import kept_tokens
 
 
 def token_logprobs(
@@ -59,6 +60,29 @@ def token_logprobs(
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
     extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
     return (shaped.logprob, *extras) if extras else shaped.logprob
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor, sampling_params: SamplingParams | None = None) -> Tensor:
+    """Log-probs of token ids under logits, differentiable: with an exact model's, the bits of `token_logprobs`.
+
+    logits: fp32 [..., V] as `model(...).logits` are, neither divided by the temperature nor filtered: both are done
+    here, by `sampling_params`. ids: int64 [...], the token after each row of logits -> fp32 [...]. A token outside the
+    distribution has -inf and no gradient. Raises TypeError for logits of another dtype, whose rounding changes bits.
+    """
+    params = sampling_params or SamplingParams()
+    if logits.dtype != torch.float32:
+        raise TypeError(
+            f"selective_log_softmax needs float32 logits, as an exact model returns them, not {logits.dtype}"
+        )
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(f"ids {list(ids.shape)} don't fit logits {list(logits.shape)}")
+    if ids.min() < 0 or ids.max() >= logits.shape[-1]:
+        raise ValueError(f"a token id is out of range; the vocabulary has {logits.shape[-1]} entries")
+    if params.min_tokens:
+        raise ValueError("min_tokens counts tokens of the completion, which logits don't show; use token_logprobs")
+    rows = ops.RowParams.repeat(ids.numel(), params.temperature, params.top_k, params.top_p, params.min_p)
+    flat = ids.reshape(-1).to(logits.device)
+    return ops.logit_logprobs(logits.reshape(len(flat), -1), flat, rows).logprob.view(ids.shape)
 
 
 @dataclass(frozen=True)
@@ -153,14 +177,7 @@ def _rows(sequences, attention_mask: Tensor | None) -> list[Tensor]:
         raise ValueError(f"expected [B, T] token ids, got shape {list(sequences.shape)}")
     if attention_mask is None:
         return list(sequences)
-    if attention_mask.shape != sequences.shape:
-        raise ValueError(f"attention_mask {list(attention_mask.shape)} differs from {list(sequences.shape)}")
-    mask = attention_mask.bool().cpu()
-    starts = mask & ~mask.roll(1, 1)
-    starts[:, 0] = mask[:, 0]
-    if (starts.sum(1) > 1).any():
-        raise ValueError("attention_mask has a hole; padding may be at the ends only")
-    return [row[keep] for row, keep in zip(sequences, mask, strict=True)]
+    return [row[keep] for row, keep in zip(sequences, kept_tokens(attention_mask, sequences.shape), strict=True)]
 
 
 def _shaped(flat: Tensor, sequences, attention_mask: Tensor | None, lengths: list[int]):

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from samebits import LLM, SamplingParams
-from samebits.trainer import exact_model, shard, token_logprobs
+from samebits.trainer import exact_model, selective_log_softmax, shard, token_logprobs
 
 
 def score(model, job) -> dict:
-    """Log-probs of the job's sequences: packed, right-padded and left-padded."""
+    """Log-probs of the job's sequences: packed, right-padded and left-padded, these also from the model's logits."""
     params = SamplingParams(**job["sampling"])
     sequences = job["sequences"]
     lens = {"prompt_lens": job["prompt_lens"]}
@@ -26,6 +26,11 @@ def score(model, job) -> dict:
                 ids[i, where], mask[i, where] = torch.tensor(s), 1
             padded = token_logprobs(model, ids, params, attention_mask=mask, **lens)
             result[side] = [row[m.bool()] for row, m in zip(padded, mask, strict=True)]
+            if not params.min_tokens:
+                logits = model(ids, attention_mask=mask).logits
+                rows = torch.zeros_like(padded)
+                rows[:, 1:] = selective_log_softmax(logits[:, :-1], ids[:, 1:], params)
+                result[f"{side}, from logits"] = [row[m.bool()] for row, m in zip(rows, mask, strict=True)]
     return result
 
 

@@ -1,0 +1,396 @@
+"""TRL's online trainers on exact rollouts: `ExactGRPOTrainer` and `ExactRLOOTrainer`, for TRL 1.15 and later.
+
+While TRL builds a trainer, three names of its module are ours: `create_model_from_path` gives exact models,
+`add_fused_lm_head` gives them the engine's log-probs, and `VLLMGeneration` is the engine. All other code is TRL's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import trl
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer, RLOOTrainer
+
+from ..engine import LLM, Engine, SamplingParams
+from ..kernels.contract import NumericsError
+from ..model.checkpoint import resolve
+from ..model.exact import contract_of, exact_model, load_config
+from ..trainer import token_logprobs
+from ..trainer.fsdp import together
+from ..trainer.logprobs import exact_head
+from .client import Client
+from .remote_engine import RemoteEngine
+
+OLDEST, TESTED = "1.15.0", "1.16.0"
+if Version(trl.__version__) < Version(OLDEST):
+    raise ImportError(f"samebits.integrations.trl needs trl>={OLDEST}; this is {trl.__version__}")
+from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402 - older versions have none
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
+REFUSED = {  # options that must keep their defaults, and what to do
+    "peft_config": "adapters are not exact here; train all weights",
+    "quantization_config": "quantised weights have other bits than the rollouts'; leave it out",
+    "use_liger_kernel": "it replaces exact ops; leave it out",
+    "cast_lm_head_to_fp32": "logits are float32 without it; leave it out",
+    "torch_compile": "it rewrites what stands between exact ops; leave it out",
+    "structured_outputs_regex": "the engine has no structured outputs",
+    "vllm_structured_outputs_regex": "the engine has no structured outputs",
+    "use_transformers_continuous_batching": "samebits generates; leave it out",
+    "deepspeed": "shard with FSDP2",
+    "vllm_enable_sleep_mode": "call trainer.vllm_generation.engine.sleep() where memory is short",
+    "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
+    "vllm_max_model_length": "give engine={'max_model_len': n}",
+    "vllm_gpu_memory_utilization": "give engine={'kv_cache_memory_bytes': n}",
+    "vllm_model_impl": "models are those of samebits.trainer.exact_model",
+}
+OURS = ("n", "seed", "max_tokens", "raw_logprobs", "prompt_logprobs", "output_kind")  # what generation_kwargs can't set
+
+
+class ExactTrainer:
+    """Put before an online trainer of TRL, `class MyTrainer(ExactTrainer, GRPOTrainer)`: its rollouts become exact.
+
+    engine: keywords for `samebits.LLM`; or an `LLM`, an `Engine` or the URL of a `samebits serve` on the model's
+    checkpoint. By default an `LLM` of the model's dtype and device. check: compare each rollout with the trainer's
+    log-probs, as bits, before the optimizer moves; a difference is a NumericsError, on every rank. All else is TRL's.
+    Raises ValueError for options that would break the promise, NumericsError where engine and model differ.
+    """
+
+    model: Any
+    num_generations: int
+    num_generations_eval: int
+    vllm_generation: ExactGeneration
+
+    def __init__(
+        self, model: Any, *args: Any, engine: dict | LLM | Engine | str | None = None, check: bool = True, **kwargs: Any
+    ):
+        config = kwargs.get("args") or next((a for a in args if hasattr(a, "max_completion_length")), None)
+        if config is None:
+            raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
+        _refuse(config, kwargs, check)
+        if engine is None and config.use_vllm and config.vllm_mode == "server":
+            engine = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+        own = copy.copy(config)
+        own.use_vllm = True
+        own.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
+        args = tuple(own if a is config else a for a in args)
+        kwargs = {name: own if value is config else value for name, value in kwargs.items()}
+        self.check = check
+        with _exact_parts(self, own, {} if engine is None else engine):
+            super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+
+    def _generate_and_score_completions(self, inputs):
+        self.vllm_generation.begin(len(inputs))
+        found = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        sampled = found.get("sampling_per_token_logps")
+        if self.check and sampled is not None:
+            mask = found["completion_mask"] * found.get("tool_mask", 1)
+            self._compare(sampled, found["old_per_token_logps"], mask.bool())
+        return found
+
+    def _compare(self, sampled: Tensor, scored: Tensor, mask: Tensor) -> None:
+        """Raise NumericsError, on all ranks, unless log-probs fp32 [B, T] are equal as bits where `mask` is set."""
+        with together() if dist.is_initialized() else nullcontext():
+            differ = (sampled != scored) & mask
+            if differ.any():
+                row, token = differ.nonzero()[0].tolist()
+                size = self.num_generations if self.model.training else self.num_generations_eval
+                group, sample = divmod(self.vllm_generation.first_row + row, size)
+                raise NumericsError(
+                    f"{int(differ.sum())} of {int(mask.sum())} tokens have another log-prob in the trainer than in "
+                    f"the rollout. The first is token {token} of sample {sample} of group {group}: "
+                    f"{sampled[row, token]:.9g} in the rollout, {scored[row, token]:.9g} in the trainer"
+                )
+
+
+class ExactGRPOTrainer(ExactTrainer, GRPOTrainer):
+    """TRL's GRPOTrainer on exact rollouts; see `ExactTrainer`."""
+
+
+class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
+    """TRL's RLOOTrainer on exact rollouts; see `ExactTrainer`.
+
+    TRL drops the rollouts' log-probs here. They are compared all the same, and their ratio is logged as GRPO's is.
+    """
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        given = model, input_ids, attention_mask, logits_to_keep
+        found = super()._get_per_token_logps_and_entropies(*given, *args, **kwargs)
+        rollout = self.vllm_generation.take_logprobs()
+        if rollout is not None:  # this is the first scoring after it, by the same weights
+            sampled = torch.zeros_like(found[0])
+            for row, logprobs in zip(sampled, rollout, strict=True):
+                row[: len(logprobs)] = torch.tensor(logprobs)
+            mask = attention_mask[:, -logits_to_keep:].bool()
+            if self.check:
+                self._compare(sampled, found[0], mask)
+            self._log_ratio((found[0] - sampled)[mask].exp())
+        return found
+
+    def _log_ratio(self, ratio: Tensor) -> None:
+        ratio = ratio if len(ratio) else ratio.new_ones(1)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        parts: dict[str, Callable[[Tensor], Tensor]] = {"min": torch.min, "mean": torch.mean, "max": torch.max}
+        for name, over in parts.items():
+            value = over(self.accelerator.gather(over(ratio))).item()
+            metrics[f"sampling/importance_sampling_ratio/{name}"].append(value)
+
+
+# --- what TRL gets in place of its own --------------------------------------------------------------------------------
+
+
+def _refuse(config: Any, given: dict, check: bool) -> None:
+    """Raise ValueError, with the option's name, for what would break the promise."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, advice in REFUSED.items():
+        value = getattr(config, name, None) or given.get(name)
+        if value and value != defaults.get(name):
+            raise ValueError(f"{name}={value!r} is not exact: {advice}")
+    if config.repetition_penalty not in (None, 1.0):
+        raise ValueError(f"repetition_penalty={config.repetition_penalty}: the engine has no penalties")
+    if unknown := sorted((config.model_init_kwargs or {}).keys() - {"dtype"}):
+        raise ValueError(f"model_init_kwargs {unknown}: an exact model takes dtype alone")
+    if check and not getattr(config, "vllm_importance_sampling_correction", True):
+        raise ValueError("vllm_importance_sampling_correction=False leaves nothing to compare; give check=False, too")
+    params = _sampling_params(config)
+    if params.min_tokens and (given.get("tools") or given.get("environment_factory")):
+        raise ValueError("generation_kwargs min_tokens counts each turn's tokens anew; leave it out with tools")
+    rollouts = config.steps_per_generation * config.num_iterations
+    if config.beta and _is_filtered(params) and config.gradient_accumulation_steps % rollouts:
+        raise ValueError(
+            "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
+            "outside the filter, and its KL infinite. Set num_iterations=1 and leave out steps_per_generation"
+        )
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+
+
+def _sampling_params(config: Any) -> SamplingParams:
+    more = config.generation_kwargs or {}
+    if unknown := sorted(more.keys() - {f.name for f in fields(SamplingParams)} | more.keys() & set(OURS)):
+        raise ValueError(f"generation_kwargs {unknown} can't be set for an exact trainer")
+    given = {
+        "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k or 0,
+        "min_p": config.min_p or 0.0, "max_tokens": config.max_completion_length, "detokenize": "stop" in more,
+    }  # fmt: skip
+    return SamplingParams(**given | more)
+
+
+@contextmanager
+def _exact_parts(trainer: ExactTrainer, config: Any, engine: dict | LLM | Engine | str) -> Iterator[None]:
+    """Give TRL's trainer module our parts while the block runs. ImportError where it has not the names for them."""
+    params = _sampling_params(config)
+
+    def create(name: str, dtype: Any = None, **_: Any) -> PreTrainedModel:
+        if dtype == "auto":
+            dtype = load_config(resolve(name)).dtype
+        return exact_model(name, dtype or "float32", config.device)
+
+    def add_head(model: PreTrainedModel, **_: Any) -> None:
+        is_policy = model is trainer.model
+        add_exact_head(model, params if is_policy else replace(params, top_p=1.0, top_k=0, min_p=0.0))
+
+    def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
+        return ExactGeneration(trainer, make_llm(model, accelerator, engine, params), params)
+
+    parts: dict[str, Any] = {
+        "create_model_from_path": create,
+        "add_fused_lm_head": add_head,
+        "VLLMGeneration": generation,
+    }
+    modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__]
+    module = next((m for m in modules if all(hasattr(m, name) for name in parts)), None)
+    if module is None:
+        raise ImportError(
+            f"no trainer under {type(trainer).__name__} has the hooks {', '.join(parts)}; those of TRL {OLDEST} to "
+            f"{TESTED} have, this is TRL {trl.__version__}"
+        )
+    with patch.multiple(module, **parts):
+        yield
+
+
+def make_llm(
+    model: PreTrainedModel, accelerator: Any, engine: dict | LLM | Engine | str, params: SamplingParams
+) -> LLM:
+    """Return the `LLM` that an exact trainer asks for rollouts, of the numerics that the model has when it is wrapped.
+
+    Raises NumericsError for an engine of other numerics, ValueError for a way of sharding that isn't FSDP2.
+    """
+    exact_head(model)
+    path, dtype = model.config._name_or_path, model.dtype
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise ValueError("dynamo_backend: torch.compile rewrites what stands between exact ops; set it to no")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError("mixed_precision=fp8 has no exact products; use bf16 or no")
+    mixed = accelerator.mixed_precision != "no"
+    if accelerator.distributed_type == "FSDP":
+        if not accelerator.is_fsdp2:
+            raise ValueError("fsdp: FSDP1 flattens parameters; set fsdp_version to 2")
+        if mixed:
+            plugin = accelerator.state.fsdp_plugin
+            dtype = plugin.mixed_precision_policy.param_dtype
+            # A layer's output is in its dtype as it is; log-probs must stay float32.
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+    elif mixed and dtype == torch.float32:
+        logger.warning(
+            "%s autocast doesn't reach exact ops: this model computes in float32. For 16 bits give "
+            "model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2",
+            accelerator.mixed_precision,
+        )
+    if isinstance(engine, str):
+        engine = RemoteEngine(Client(engine), path)
+    if isinstance(engine, dict):
+        own = {"model": path, "dtype": str(dtype).removeprefix("torch."), "device": str(accelerator.device)}
+        llm = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
+    else:
+        llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)
+    if llm.contract is not None:
+        llm.contract.check(replace(contract_of(model), dtype=str(dtype).removeprefix("torch.")))
+    return llm
+
+
+def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
+    """Let `model(..., labels=labels, fused_lm_head=True)` return the engine's log-probs, as TRL calls it.
+
+    model: from `samebits.trainer.exact_model`, before or after TRL's own head. The call takes input_ids, attention_mask
+    and labels int64 [B, T], -100 where nothing is scored, and returns log-probs and entropies fp32 [B, T - 1] of the
+    distribution that `params` name, 0 where the label is -100. A token outside its filters has -60 and no gradient.
+    """
+    exact_head(model)
+    plain = model.forward
+
+    def score(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **kwargs) -> FusedCausalLMOutput:
+        if more := [name for name, value in kwargs.items() if value is not None]:
+            raise NotImplementedError(f"an exact model takes text alone, without {', '.join(more)}")
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        scored = (labels != -100) & mask.bool()
+        before = (mask.bool() & (scored.cumsum(1) == 0)).sum(1).clamp(min=1)
+        logprobs, entropy = token_logprobs(
+            model, input_ids, params, attention_mask=mask, prompt_lens=before.tolist(), return_entropy=True,
+            forward=plain,
+        )  # fmt: skip
+        logprobs = logprobs.masked_fill(logprobs == -torch.inf, OUTSIDE) * scored
+        # TRL's own output type: DistributedDataParallel looks for tensors in it.
+        return FusedCausalLMOutput(log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:])
+
+    @functools.wraps(plain)
+    def forward(*args, fused_lm_head: bool = False, **kwargs):
+        return score(**kwargs) if fused_lm_head else plain(*args, **kwargs)
+
+    model.forward = forward
+
+
+class ExactGeneration:
+    """What TRL's trainers ask of their `VLLMGeneration`, by an `LLM`: `sync_weights` and `generate`.
+
+    Random numbers depend on TRL's seed, the step and the sample's number among all ranks': a run repeats, also when it
+    is resumed, and with another number of ranks as long as no group is split.
+    """
+
+    def __init__(self, trainer: Any, llm: LLM, params: SamplingParams):
+        self.trainer = trainer
+        self.engine = llm
+        self.params = params
+        self.first_row = 0  # of this rank, among all ranks' rows
+        self._place = ("", -1)  # the mode and step of the last call
+        self._calls = 0
+        self._logprobs: list[list[float]] | None = None
+        limit = llm.max_model_len
+        if isinstance(llm.engine, RemoteEngine):
+            limit = llm.engine.client.get("/server_info")["context_length"]
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit)))
+
+    def begin(self, rows: int) -> None:
+        """Start a batch, of N rows on each rank."""
+        self.first_row = self.trainer.accelerator.process_index * rows
+
+    def sync_weights(self) -> None:
+        """Give the engine the trainer's weights. Under FSDP2 all ranks gather them."""
+        self.engine.update_weights(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """Return (prompts, completions, log-probs, tokens) as TRL has them, for prompts as lists of token ids.
+
+        Each prompt is there once per sample, as neighbours, which are one request. Raises RuntimeError where the engine
+        gave a rollout up.
+        """
+        if images is not None:
+            raise NotImplementedError("an exact model takes text alone, no images")
+        requests, params = self._requests(prompts)
+        with profiler or nullcontext():
+            outputs = self.engine.generate(requests, params, use_tqdm=False)
+        samples = [completion for output in outputs for completion in output.completions]
+        if failed := [s for s in samples if s.finish_reason not in ("stop", "length")]:
+            raise RuntimeError(
+                f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
+            )
+        self._logprobs = [s.logprobs for s in samples]
+        logprobs = [[[value] for value in s.logprobs] for s in samples]
+        return prompts, [s.token_ids for s in samples], logprobs, [[[token] for token in s.token_ids] for s in samples]
+
+    def take_logprobs(self) -> list[list[float]] | None:
+        """Return the last rollout's log-probs, once."""
+        logprobs, self._logprobs = self._logprobs, None
+        return logprobs
+
+    def _requests(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[SamplingParams]]:
+        trainer = self.trainer
+        place = ("train" if trainer.model.training else "eval", trainer.state.global_step)
+        self._calls = self._calls + 1 if place == self._place else 0
+        self._place = place
+        requests, params = [], []
+        row = self.first_row
+        for prompt, same in itertools.groupby(prompts):
+            count = len(list(same))
+            seed = random.Random(f"{trainer.args.seed}/{place}/{self._calls}/{row}").getrandbits(64)
+            requests.append(list(prompt))
+            params.append(replace(self.params, n=count, seed=seed))
+            row += count
+        return requests, params
+
+
+class WeightTransfer:
+    """The `weight_transfer` of TRL's AsyncGRPOTrainer, over a process group to the `samebits serve` at `url`.
+
+    key: the server's admin key, if it has one. The server goes on during an update: KV of the old weights is
+    recomputed, so that each token is exact for the version that sampled it, and nothing has to pause.
+    """
+
+    def __init__(self, url: str, key: str | None = None):
+        self.client = Client(url, key=key)
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: the first update makes the group."""
+
+    def pause(self) -> None:
+        """Do nothing: the server makes the switch between two of its steps."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Send all tensors, named as in the model's state dict, and put them in force. Raises ServerError."""
+        self.client.update_weights(dict(iterator))
+
+    def resume(self) -> None:
+        """Do nothing, as `pause` does."""
+
+    def destroy(self) -> None:
+        """Leave the group and close the connection."""
+        self.client.close()

@@ -1,0 +1,493 @@
+"""TRL's own trainers on exact rollouts: each ratio that they log is 1, and a difference stops the run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+import trl
+from packaging.version import Version
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+from trl.generation import vllm_client
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import add_fused_lm_head
+
+import samebits.integrations.trl as ours
+from samebits import LLM, NumericsError, SamplingParams
+from samebits.integrations import Client, RemoteEngine
+from samebits.integrations.trl import ExactGeneration, ExactTrainer, WeightTransfer, add_exact_head
+from samebits.trainer import exact_model
+
+from helpers import trl_run
+from helpers.serving import Serving, free_port, served_checkpoint
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+BEFORE_1_16 = Version(trl.__version__) < Version("1.16")
+TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for t in m.tool_calls or [] %}{{ t.function.name }} {{ t.function.arguments }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint, tmp_path_factory):
+    return served_checkpoint(checkpoint("llama"), tmp_path_factory.mktemp("trl") / "model")
+
+
+# --- the ratio is 1 ---
+
+FILTERS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
+HALF = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+RUNS = {
+    "float32": {},
+    "bfloat16, recomputed activations": HALF | {"gradient_checkpointing": True},
+    "autocast": {"bf16": True},
+    "filters": FILTERS,
+    "min_p": {"min_p": 0.05, "temperature": 0.8},
+    "KL": {"beta": 0.1},
+    "KL and filters": FILTERS | {"beta": 0.1},
+    "two iterations": {"num_iterations": 2, "max_steps": 4},
+    "two iterations with filters": FILTERS | {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.03},
+    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 4},
+    "truncated completions masked": {"mask_truncated_completions": True},
+    "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
+    "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sampling keywords": {"generation_kwargs": {"min_tokens": 3, "stop_token_ids": [7, 9]}},
+}
+RLOO = ("float32", "filters", "KL and filters", "two iterations", "accumulation", "truncated completions masked")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("grpo", name) for name in RUNS), *(("rloo", name) for name in RLOO)], ids=str
+)
+def test_every_ratio_that_trl_logs_is_one(path, tmp_path, kind, name):
+    result = trl_run.run(kind, path, tmp_path, **RUNS[name])
+    assert trl_run.ratios(result) == {1.0}
+    assert len(result["logs"]) == RUNS[name].get("max_steps", 3)
+    for entry in result["logs"]:
+        assert entry.get("sampling/sampling_logp_difference/max", 0.0) == 0.0
+        assert torch.isfinite(torch.tensor([entry["loss"], entry["grad_norm"], entry["entropy"]])).all()
+    if "KL" in name:
+        kl = [entry["kl"] for entry in result["logs"]]
+        assert all(torch.isfinite(torch.tensor(kl)))
+        assert kl[0] == 0.0 or "filters" in name  # the reference is the policy's start, without filters
+        assert kl[-1] != kl[0]
+    if name == "two iterations":  # the policy's own ratio is 1 until the update between them
+        clipped = [entry["clip_ratio/region_mean"] for entry in result["logs"]]
+        assert (clipped[0], clipped[2]) == (0.0, 0.0) and clipped[1] > 0
+
+
+@contextmanager
+def trls_own_model(dtype):
+    """Exact rollouts, but the model and the log-probs that TRL has of itself."""
+
+    def load(name, *_):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+
+    def head(model, params):
+        add_fused_lm_head(model, params.temperature, outputs=("log_probs", "entropy"))
+
+    def sync(self):
+        self.engine.update_weights(self.trainer.model.state_dict().items())
+
+    engine = {"exact_model": load, "add_exact_head": head, "make_llm": lambda model, *_: exact_llm(model, dtype)}
+    with patch.multiple(ours, **engine), patch.object(ExactGeneration, "sync_weights", sync):
+        yield
+
+
+def exact_llm(model, dtype):
+    return LLM(model.name_or_path, dtype=dtype, **trl_run.ENGINE)
+
+
+@pytest.mark.skipif(BEFORE_1_16, reason="TRL 1.15's own head needs Triton")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_control_trls_own_log_probs_are_not_the_rollouts(path, tmp_path, dtype):
+    options = {"model_init_kwargs": {"dtype": dtype}, "trainer": {"check": False}}
+    with trls_own_model(dtype):
+        found = trl_run.ratios(trl_run.run("grpo", path, tmp_path, **options))
+    assert min(found) < 1.0 < max(found)
+    assert trl_run.ratios(trl_run.run("grpo", path, tmp_path, **options)) == {1.0}
+
+
+def test_a_reward_curve_and_the_weights_repeat_as_bits(path, tmp_path):
+    runs = [trl_run.run("grpo", path, tmp_path, max_steps=5) for _ in range(2)]
+    assert curve(runs[0]) == curve(runs[1])
+    assert runs[0]["weights"] == runs[1]["weights"]
+    other = trl_run.run("grpo", path, tmp_path, max_steps=5, seed=4)
+    assert curve(other) != curve(runs[0])
+
+
+def curve(result):
+    return [(entry["reward"], entry["loss"], entry["entropy"]) for entry in result["logs"]]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_run_that_is_resumed_goes_on_as_bits(path, tmp_path, kind):
+    options = {"max_steps": 4, "beta": 0.05, "save_strategy": "steps", "save_steps": 2}
+    whole = trl_run.run(kind, path, tmp_path, **options)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    resumed = trl_run.run(kind, path, tmp_path / "again", resume=str(tmp_path / "checkpoint-2"), **options)
+    assert curve(resumed) == curve(whole)
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_evaluation_is_exact_and_leaves_training_as_it_was(path, tmp_path):
+    data = {"eval_dataset": trl_run.Dataset.from_dict({"prompt": ["one", "two"]})}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = trl_run.make("grpo", path, tmp_path, trainer=data, **options)
+    trainer.train()
+    evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    name = "eval_sampling/importance_sampling_ratio/"
+    assert {entry[name + part] for entry in evaluated for part in ("min", "max")} == {1.0}
+    with_eval = [entry["reward"] for entry in trainer.state.log_history if "loss" in entry]
+    assert with_eval == [reward for reward, _, _ in curve(trl_run.run("grpo", path, tmp_path))]
+
+
+def test_a_saved_model_serves_the_trained_weights(path, tmp_path):
+    trainer = trl_run.make("grpo", path, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.vllm_generation.sync_weights()
+    saved = LLM(tmp_path / "saved", **trl_run.ENGINE)
+    assert saved.weight_checksums() == trainer.vllm_generation.engine.weight_checksums()
+
+
+# --- engines ---
+
+
+def test_every_kind_of_engine_gives_the_same_run(path, tmp_path):
+    expected = trl_run.run("grpo", path, tmp_path)
+    with Serving(path) as server:
+        trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        kinds = [
+            {"engine": LLM(path, **trl_run.ENGINE)},
+            {"engine": server.url},
+            {"engine": RemoteEngine(Client(server.url), path)},
+            {"engine": None, **trls},
+        ]
+        for options in kinds:
+            found = trl_run.run("grpo", path, tmp_path, **options)
+            assert (curve(found), found["weights"]) == (curve(expected), expected["weights"])
+        assert server.llm.stats().generation_tokens > 0
+
+
+def test_a_model_of_ones_own_is_trained(path, tmp_path):
+    expected = trl_run.run("grpo", path, tmp_path)
+    found = trl_run.run("grpo", path, tmp_path, trainer={"model": exact_model(path)})
+    assert found["weights"] == expected["weights"]
+    with pytest.raises(TypeError, match="exact_model"):
+        trl_run.make("grpo", path, tmp_path, trainer={"model": AutoModelForCausalLM.from_pretrained(path)})
+
+
+def test_other_trainers_on_the_same_hooks_take_the_mixin(path, tmp_path):
+    gmpo = importlib.import_module("trl.experimental.gmpo")
+    kind = type("ExactGMPOTrainer", (ExactTrainer, gmpo.GMPOTrainer), {})
+    with patch.dict(trl_run.TRAINERS, {"gmpo": (kind, gmpo.GMPOConfig)}):
+        assert trl_run.ratios(trl_run.run("gmpo", path, tmp_path)) == {1.0}
+
+
+# --- a difference stops the run ---
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_an_engine_that_is_not_exact_stops_the_run_before_the_optimizer_moves(path, tmp_path, kind):
+    engine = trl_run.ENGINE | {"exact": False}
+    with pytest.raises(NumericsError):
+        trl_run.run(kind, path, tmp_path, engine=engine)
+
+
+def bend(row, token):
+    """An engine whose first rollout has one log-prob with another last bit."""
+    plain = ExactGeneration.generate
+
+    def generate(self, prompts, *args, **kwargs):
+        prompts, ids, logprobs, tokens = plain(self, prompts, *args, **kwargs)
+        value = torch.tensor(logprobs[row][token][0])
+        logprobs[row][token][0] = torch.nextafter(value, torch.tensor(0.0)).item()
+        self._logprobs = [[value for (value,) in sample] for sample in logprobs]
+        return prompts, ids, logprobs, tokens
+
+    return patch.object(ExactGeneration, "generate", generate)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_one_bit_of_one_token_is_found_and_named(path, tmp_path, kind):
+    trainer = trl_run.make(kind, path, tmp_path)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with bend(5, 3), pytest.raises(NumericsError) as error:
+        trainer.train()
+    message = (
+        r"1 of \d+ tokens .* token 3 of sample 1 of group 1: (-[\d.e-]+) in the rollout, (-[\d.e-]+) in the trainer"
+    )
+    found = re.search(message, str(error.value))
+    assert found is not None and float(found[1]) != float(found[2])
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    with bend(5, 3):
+        result = trl_run.run(kind, path, tmp_path, trainer={"check": False})
+    assert trl_run.ratios(result) != {1.0}
+
+
+def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
+    with pytest.raises(NumericsError, match="bfloat16"):
+        trl_run.make("grpo", path, tmp_path, engine=trl_run.ENGINE | {"dtype": "bfloat16"})
+    with Serving(path, {"dtype": "bfloat16"}) as server, pytest.raises(NumericsError, match="bfloat16"):
+        trl_run.make("grpo", path, tmp_path, engine=server.url)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size.*pipeline_parallel_size"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+        ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction.*check=False"),
+        ({"model_init_kwargs": {"use_kernels": True}}, r"model_init_kwargs \['use_kernels'\]"),
+        ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs \['presence_penalty'\]"),
+        ({"generation_kwargs": {"seed": 1}}, r"generation_kwargs \['seed'\]"),
+        (FILTERS | {"beta": 0.1, "num_iterations": 2}, "beta > 0"),
+        ({"generation_kwargs": {"min_tokens": 3}, "trainer": {"tools": [print]}}, "min_tokens"),
+        ({"trainer": {"peft_config": "a LoraConfig"}}, "peft_config"),
+        ({"trainer": {"quantization_config": "4 bits"}}, "quantization_config"),
+        ({"engine": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
+    ],
+    ids=str,
+)
+def test_what_would_break_the_promise_is_refused_by_name(path, tmp_path, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        trl_run.make("grpo", path, tmp_path, **options)
+
+
+def test_autocast_that_reaches_no_op_is_said(path, tmp_path, caplog):
+    trl_run.make("grpo", path, tmp_path, bf16=True)
+    assert "computes in float32" in caplog.text and "model_init_kwargs" in caplog.text
+    caplog.clear()
+    trl_run.make("grpo", path, tmp_path, **HALF)
+    assert "computes in" not in caplog.text
+
+
+def test_a_version_of_trl_without_the_hooks_is_named(path, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(trl, "__version__", "1.14.2")
+        with pytest.raises(ImportError, match=r"trl>=1\.15.*1\.14\.2"):
+            importlib.reload(ours)
+    monkeypatch.delattr(grpo_trainer, "add_fused_lm_head")
+    with pytest.raises(ImportError, match=r"add_fused_lm_head.*TRL 1\.15"):
+        trl_run.make("grpo", path, tmp_path)
+
+
+# --- tools, rollout_func, other parts ---
+
+
+@pytest.mark.parametrize("options", [{}, FILTERS, FILTERS | {"beta": 0.1}], ids=str)
+def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TOOLS
+    tokenizer.response_template = "tests parse"  # what a tiny random model says is nobody's format
+    calls = []
+
+    def double(x: int) -> int:
+        """
+        Double a number.
+
+        Args:
+            x: the number.
+        """
+        calls.append(x)
+        return 2 * x
+
+    def parse(_, ids, **__):
+        call = {"type": "function", "function": {"name": "double", "arguments": {"x": ids[0]}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call] if ids[0] % 3 else []}
+
+    def reward(completions, **_):
+        return [float(len(messages)) for messages in completions]
+
+    data = trl_run.Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in trl_run.PROMPTS]})
+    parts = {"tools": [double], "processing_class": tokenizer, "train_dataset": data, "reward_funcs": reward}
+    turns = {"stop_token_ids": list(range(3, 1001, 9))}  # short ones
+    more = {"max_completion_length": 200, "max_tool_calling_iterations": 3, "generation_kwargs": turns}
+    with patch.object(grpo_trainer, "parse_response", parse):
+        trainer = trl_run.make("grpo", path, tmp_path, trainer=parts, **more | options)
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(calls) > 20 and max(entry["reward"] for entry in logs) > 3
+    assert trl_run.ratios({"logs": logs}) == {1.0}
+    assert all(torch.isfinite(torch.tensor([entry["loss"], entry["grad_norm"]])).all() for entry in logs)
+    assert trainer.vllm_generation.engine.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["grpo", "plain grpo"])
+def test_a_rollout_func_has_the_head_too(path, tmp_path, kind):
+    """With our trainer TRL measures the ratio; with its own one the head alone gives the engine's bits."""
+    llm = LLM(path, **trl_run.ENGINE)
+    params = SamplingParams(max_tokens=12, temperature=0.8)
+    sampled, scored = [], []
+
+    def rollout(prompts, trainer):
+        llm.update_weights(trainer.accelerator.unwrap_model(trainer.model))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        samples = [output.completions[0] for output in outputs]
+        sampled.append({tuple(s.token_ids): s.logprobs for s in samples})
+        prompt_ids = [output.prompt_token_ids for output in outputs]
+        completion_ids = [s.token_ids for s in samples]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": [s.logprobs for s in samples]}
+
+    score = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def record(self, model, ids, mask, keep, **kwargs):
+        found = score(self, model, ids, mask, keep, **kwargs)
+        for row, logprobs, there in zip(ids[:, -keep:], found[0].detach(), mask[:, -keep:].bool(), strict=True):
+            scored.append((tuple(row[there].tolist()), logprobs[there].tolist()))
+        return found
+
+    parts = {"rollout_func": rollout} | ({"model": exact_model(path)} if kind.startswith("plain") else {})
+    trainer = trl_run.make(kind, path, tmp_path, trainer=parts, temperature=0.8)
+    if kind.startswith("plain"):
+        add_exact_head(trainer.model, params)
+    with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", record):
+        trainer.train()
+    every = {ids: logprobs for step in sampled for ids, logprobs in step.items()}
+    assert len(scored) >= 24 and len(every) > 20
+    assert all(every[ids] == logprobs for ids, logprobs in scored)
+    if not kind.startswith("plain"):
+        assert trl_run.ratios({"logs": [e for e in trainer.state.log_history if "loss" in e]}) == {1.0}
+
+
+@pytest.mark.skipif(BEFORE_1_16, reason="TRL 1.15's client doesn't ask")
+def test_trls_own_client_learns_what_log_probs_mean(path, monkeypatch):
+    pytest.importorskip("requests")
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+    with Serving(path) as server:
+        client = vllm_client.VLLMClient(base_url=server.url)
+        assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert client.get_world_size() == 1
+
+
+def test_weights_of_the_asynchronous_trainer_arrive(path, tmp_path, checkpoint):
+    source = exact_model(checkpoint("llama", bos_token_id=3))
+    with torch.no_grad():
+        source.model.norm.weight += 1
+    with Serving(path) as server:
+        before = server.llm.weight_checksums()
+        transfer = WeightTransfer(server.url)
+        transfer.init_weight_transfer()
+        for version in (1, 2):
+            transfer.pause()
+            transfer.send_weights((name, p.detach()) for name, p in source.named_parameters())
+            transfer.resume()
+            assert server.llm.weight_version == version
+        transfer.destroy()
+        expected = LLM(path, **trl_run.ENGINE)
+        expected.update_weights(source)
+        assert server.llm.weight_checksums() == expected.weight_checksums() != before
+
+
+# --- several processes, and a real model ---
+
+
+def torchrun(world: int, tmp_path: pathlib.Path, accelerate: dict | None = None, **job) -> dict:
+    """Run a job of trl_run in several processes; the settings of accelerate are its environment variables."""
+    given, found = tmp_path / "job.json", tmp_path / "result.json"
+    given.write_text(json.dumps(job))
+    root = pathlib.Path(ours.__file__).parents[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root.parent), str(root / "tests")]), "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true", **(accelerate or {}),
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={world}",
+        f"--master-port={free_port()}",
+    ]
+    done = subprocess.run(
+        [*command, str(root / "tests/helpers/trl_run.py"), str(given), str(found)],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(found.read_text())
+
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}  # fmt: skip
+WORLDS = {"two ranks": {}, "FSDP2": FSDP2}
+SHARED = {
+    "float32": {},
+    "bfloat16 from float32": {"bf16": True},
+    "KL, filters, recomputed activations": FILTERS | {"beta": 0.1, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, world, options):
+    """Each rank has whole groups, so that the first rollout is that of one process."""
+    job = {"kind": kind, "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
+    result = torchrun(2, tmp_path, WORLDS[world], **job, per_device_train_batch_size=4, **options)
+    assert trl_run.ratios(result) == {1.0}
+    if not options.get("bf16"):
+        alone = trl_run.run(kind, path, tmp_path, **options)
+        assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_ranks_share_a_server(path, tmp_path, world):
+    with Serving(path) as server:
+        job = {"kind": "grpo", "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
+        result = torchrun(2, tmp_path, WORLDS[world], **job, engine=server.url, per_device_train_batch_size=4)
+        assert trl_run.ratios(result) == {1.0}
+        assert server.llm.weight_version == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_with_an_inexact_engine_both_stop(path, tmp_path):
+    job = {"kind": "grpo", "path": str(path), "folder": str(tmp_path / "out"), "per_device_train_batch_size": 4}
+    with pytest.raises(AssertionError, match="NumericsError"):
+        torchrun(2, tmp_path, **job, engine=trl_run.ENGINE | {"exact": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_ten_steps(path, tmp_path, kind):
+    runs = [trl_run.run(kind, path, tmp_path, max_steps=10, beta=0.04) for _ in range(2)]
+    assert trl_run.ratios(runs[0]) == {1.0} and len(runs[0]["logs"]) == 10
+    assert curve(runs[0]) == curve(runs[1]) and runs[0]["weights"] == runs[1]["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_two_steps_of_a_real_model(smollm2, tmp_path, kind, dtype):
+    engine = {"kv_cache_memory_bytes": 2**27}
+    options = {"max_steps": 2, "model_init_kwargs": {"dtype": dtype}, "learning_rate": 1e-5}
+    assert trl_run.ratios(trl_run.run(kind, smollm2, tmp_path, engine=engine, **options)) == {1.0}
