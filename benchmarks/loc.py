@@ -11,9 +11,9 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 3100,
+    "engine + scheduler + model": 3340,
     "cluster": 930,
-    "trainer": 510,
+    "trainer": 530,
     "trainer/rl": 1060,
     "correction": 610,
     "correction/calibration": 375,
