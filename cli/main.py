@@ -133,7 +133,7 @@ def serve(
 
 
 @app.command()
-@with_options(engine=NUMERICS)
+@with_options(engine=ENGINE.only("dtype", "device", "adapter").with_defaults(device="cpu"))
 def verify(
     engine: Settings,
     model: Model,

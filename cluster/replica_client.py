@@ -27,6 +27,7 @@ class ReplicaClient(RemoteWorkers):
     model, capacity (in tokens): of the replica; stats: as it reported last. load: unfinished samples that it has.
     """
 
+    path: pathlib.Path
     model: ModelInfo
     stats: EngineStats
     capacity: int
@@ -47,6 +48,7 @@ class ReplicaClient(RemoteWorkers):
         sharers: workers that share the memory of a device.
         """
         config = self.config
+        self.path = path
         limit = config.start_timeout
         loads = []
         for rank, layers in enumerate(stage_layers(path, config)):
@@ -87,7 +89,7 @@ class ReplicaClient(RemoteWorkers):
 
         Return their version, or None where the donor failed, which may have died. Raises what goes wrong here.
         """
-        update = WeightUpdate(self, self.model.table)
+        update = WeightUpdate(self, self.model.table, self.path)
         if donor is not None:
             try:
                 update.load(donor.weights())

@@ -303,7 +303,7 @@ class ReplicatedEngine(WorkerEngine):
     def begin_weight_update(self) -> WeightUpdate:
         """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
         self._wait_until_one_serves()
-        update = WeightUpdate(self.workers, self.table)
+        update = WeightUpdate(self.workers, self.table, self.path)
         still_open = [pair for pair in self._updates if pair[0].open]
         self._updates = [*still_open, (update, time.monotonic() + self.config.start_timeout)]
         return update
@@ -318,9 +318,10 @@ class ReplicatedEngine(WorkerEngine):
         with deferred_interrupt():
             self.weight_version = version
             self.has_weights = True
-            self.stored = update.stored
+            # an adapter is in memory alone: a replica that starts gets it from another
+            self.stored = update.stored if self.config.adapter is None else None
             update.close()
-            switch = "switch_weights", update.id, version, recompute_running, update.stored
+            switch = "switch_weights", update.id, version, recompute_running, self.stored
             if not self._command_all(*switch, for_good=True) and self.stored is None:
                 self.has_weights = False
                 raise WorkerError("every replica failed while it switched to the new weights, which are lost")

@@ -6,16 +6,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 BACKENDS = ("ray", "inproc")
+DTYPES = ("float32", "bfloat16", "float16")
 KINDS: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float)}
 NOUNS = {"bool": "a bool", "int": "an integer", "float": "a number"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine settings, by vLLM's names. Only `dtype`, `device` and `exact` change a bit of a result."""
+    """Engine settings, by vLLM's names. Only `dtype`, `device`, `exact` and the adapter's change a bit."""
 
     dtype: str = "float32"
     """Number format of weights and activations: float32, bfloat16 or float16."""
+    adapter: str | None = None
+    """A LoRA adapter in PEFT's files, which becomes weight version 1; in Python also a LoraConfig, which begins with
+    zeros, or a PEFT model."""
+    adapter_dtype: str = "float32"
+    """Number format that the adapter's weights are rounded to: float32, as PEFT keeps them, or that of a trainer which
+    casts all its parameters (FSDP2's param_dtype)."""
     device: str | None = None
     """Where the model runs, such as cpu or cuda; unset, cpu."""
     max_model_len: int | None = None
@@ -90,6 +97,10 @@ class EngineConfig:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if stages == 1 else 256)
         if self.backend is None:
             object.__setattr__(self, "backend", "ray" if self.num_workers > 1 else "inproc")
+        if self.adapter is not None and not self.exact:
+            raise ValueError("adapter: the control without the exact ops (exact=False) has none")
+        if self.adapter_dtype not in DTYPES:
+            raise ValueError(f"adapter_dtype {self.adapter_dtype!r}; choose one of {', '.join(DTYPES)}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
         if self.backend == "ray" and self.num_workers == 1:

@@ -233,12 +233,13 @@ class EngineCore(WorkerEngine):
 
     def begin_weight_update(self) -> WeightUpdate:
         """Open an update of this replica's workers."""
-        return WeightUpdate(self.executor, self.table)
+        return WeightUpdate(self.executor, self.table, self.path)
 
     def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
         """Put a complete update in force in all workers."""
         update.prepare()
-        self.switch_weights(update.id, version, recompute_running, update.stored)
+        stored = update.stored if update.brings_base else self.stored  # the adapter stays in memory
+        self.switch_weights(update.id, version, recompute_running, stored)
         update.close()
 
     def switch_weights(
@@ -271,6 +272,7 @@ class EngineCore(WorkerEngine):
 
     def assume_version(self, version: int, stored: StoredWeights | None) -> None:
         """Name the weights that are to come to an engine that has none."""
+        self.executor.collective_rpc("forget_adapter")
         self.weight_version = version
         self.stored = stored
         self.reset_prefix_cache()

@@ -6,9 +6,12 @@ import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 
+from ..model.adapter import is_folder, load_adapter_config
 from ..model.checkpoint import resolve
 from ..model.exact import load_config
 from .config import EngineConfig
@@ -37,6 +40,9 @@ class LLM:
         if engine is not None and settings:
             raise TypeError(f"a given engine has its own settings; leave out {', '.join(sorted(settings))}")
         self.config = EngineConfig(**settings) if engine is None else engine.config
+        adapter: Any = self.config.adapter
+        if engine is None and adapter is not None:
+            self.config = replace(self.config, adapter=load_adapter_config(adapter))
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
@@ -46,6 +52,8 @@ class LLM:
         self.max_model_len = self.engine.max_model_len
         self._next_request_id = 0
         self.processor = self.input_processor(self.tokenizer)
+        if engine is None and (isinstance(adapter, nn.Module) or is_folder(adapter)):
+            self.update_weights(adapter)
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -200,7 +208,9 @@ class LLM:
         """Replace all weights, all or nothing, and return the new version (by default the old one + 1).
 
         source: a module from `exact_model` (also under FSDP2; every rank must then iterate its state dict) of the same
-        numerics contract, (name, tensor) pairs of any origin, or a checkpoint directory. Tensors are converted to the
+        numerics contract, (name, tensor) pairs of any origin, or a checkpoint directory. A module with an adapter, or a
+        folder with PEFT's files, replaces the adapter alone; pairs bring all of the base, all of the adapter (by the
+        names in PEFT's files), or both. Tensors are converted to the
         engine's dtype. Running requests go on: their KV is recomputed under the new weights, so each token stays exact
         for the version that sampled it. recompute_running=False lets them keep the old weights' KV, which saves the
         work and gives up their exactness; their version spans say so.

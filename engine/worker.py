@@ -6,7 +6,7 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.contract import Contract
+from ..model.adapter import attach, describe, resolve_placements
 from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
-from ..model.stage import Layers, stage_model
+from ..model.stage import Layers, shift_layer, stage_model
 from .config import EngineConfig
 from .model_runner import ModelRunner
 from .planner import Plan
@@ -62,8 +63,14 @@ class Worker:
             self.model = exact_model(path, config.dtype, device, config.exact)
         else:
             self.model = stage_model(path, config.dtype, device, layers, config.exact)
-        self.store = WeightStore(self.model, 0 if layers is None else layers[0], layers is None)
-        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        first_layer = 0 if layers is None else layers[0]
+        placed = {}
+        if config.adapter is not None:
+            placed = resolve_placements(load_config(path), config.adapter)
+            attach(self.model, {shift_layer(name, -first_layer): place for name, place in placed.items()})
+        self.adapter = describe(placed)
+        self.store = WeightStore(self.model, first_layer, layers is None, self.adapter, config.adapter_dtype)
+        self.weight_bytes = sum(spec.nbytes for spec in self.store.specs())
         self.runner: ModelRunner  # from `initialize_cache` on
         self._updates: OrderedDict[str, StagedWeights] = OrderedDict()
         self._groups: dict[str, WeightGroup] = {}
@@ -72,7 +79,7 @@ class Worker:
         """Describe the worker and the room that it has for KV. ValueError or MemoryError where it has none."""
         block_bytes = ModelRunner.block_bytes(self.model)
         return WorkerInfo(
-            contract=contract_of(self.model) if self.config.exact else None,
+            contract=replace(contract_of(self.model), adapter=self.adapter) if self.config.exact else None,
             eos_token_ids=eos_token_ids(self.model.config, self.model.generation_config),
             table=self.store.table,
             weight_bytes=self.weight_bytes,
@@ -191,9 +198,13 @@ class Worker:
         return self.store.checksums()
 
     def drop_weights(self) -> None:
-        """Free all weights; only an update brings any back."""
+        """Free all weights but an adapter's; only an update brings them back."""
         self.store.drop()
         self.runner.release()
+
+    def forget_adapter(self) -> None:
+        """Have the next update bring the adapter, too."""
+        self.store.forget_adapter()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, free_port
 from ..engine.weights.spec import full_tensors
 from ..kernels.contract import Contract
+from ..model.adapter import updated_state
 
 BUCKET_BYTES = 64 * 2**20
 FIRST_VERSION = "default"  # what a server calls the weights that it started with
@@ -100,16 +101,17 @@ class Client:
         version: int | str | None = None,
         address: str | None = None,
     ) -> int | str:
-        """Send all weights over a process group and return the version that is then in force.
+        """Send weights over a process group and return the version that is then in force.
 
-        source: a module from `exact_model` of the server's contract, or a state dict of any origin. address: where the
-        server reaches this process; by default the interface that leads to the server. The first call makes the group.
-        After a failure, or when the server has started a replica again, the next makes another. Raises ServerError,
-        TransferError or NumericsError; the server then serves the old weights on.
+        source: a module from `exact_model` of the server's contract, or a state dict of any origin; of a module with an
+        adapter, the adapter alone is sent. address: where the server reaches this process; by default the interface
+        that leads to the server. The first call makes the group. After a failure, or when the server has started a
+        replica again, the next makes another. Raises ServerError, TransferError or NumericsError; the server then
+        serves the old weights on.
         """
         if isinstance(source, nn.Module):
             check_contract(source, self.contract)
-            source = source.state_dict()
+            source = updated_state(source)
         return self.send_weights(specs_of(source), full_tensors(source), version, address)
 
     def load_weights(self, folder: str | os.PathLike, version: int | str | None = None) -> int | str:

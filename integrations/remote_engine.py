@@ -17,6 +17,7 @@ from ..engine.request import Request, Sample, SampledToken
 from ..engine.weights import check_contract, specs_of
 from ..engine.weights.spec import gathering
 from ..engine.weights.table import Source
+from ..model.adapter import updated_state
 from ..model.checkpoint import resolve
 from ..model.exact import eos_token_ids, load_config
 from ..trainer.fsdp import together
@@ -95,7 +96,7 @@ class RemoteEngine(Engine):
             folder = source
             found = _common(lambda first: int(self.client.load_weights(folder, version)) if first else 0)
         else:
-            state = source.state_dict() if isinstance(source, nn.Module) else dict(source)
+            state = updated_state(source) if isinstance(source, nn.Module) else dict(source)
             found = _common(lambda first: self._send(state, version, first))
         self.weight_version = found
         return found

@@ -63,8 +63,8 @@ class Backend(Protocol):
     def trees(self, device: torch.device) -> dict[str, str]:
         """Return the fields of the numerics contract that these kernels decide."""
 
-    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile what is compiled once per machine for a storage dtype."""
+    def warm_up(self, dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
+        """Compile what is compiled once per machine for a storage dtype; low_rank: that of low-rank updates, too."""
 
     # --- linear
 
@@ -80,12 +80,21 @@ class Backend(Protocol):
     def storage(self, tensor: Tensor) -> Any:
         """Return a tensor as `linear_packed` takes it: the same memory, made once per weight."""
 
+    def pack_low_rank(self, down: Tensor, up: Tensor, scale: float) -> Any:
+        """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], for `linear_packed`."""
+
     def linear_packed(
-        self, x: Tensor, weights: list[tuple[Any, int, Tensor | None]], dtype: torch.dtype = torch.float32
+        self,
+        x: Tensor,
+        weights: list[tuple[Any, int, Tensor | None]],
+        dtype: torch.dtype = torch.float32,
+        low_ranks: Sequence[Any] = (),
     ) -> list[Tensor]:
         """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch.
 
-        x [rows, depth]; weights: (`storage` of a `pack`ed weight, features, bias [features] or None).
+        x [rows, depth]; weights: (`storage` of a `pack`ed weight, features, bias [features] or None). low_ranks: for
+        each weight None, or what `pack_low_rank` gave: both products in fp32, times scale, are added to the rounded
+        result, and the sum is rounded.
         """
 
     def linear_unpacked(

@@ -35,6 +35,7 @@ class Contract:
     rounding: str
     transformers: str
     libm: str
+    adapter: str = "none"
     version: int = 1
 
     @classmethod

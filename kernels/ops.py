@@ -149,11 +149,36 @@ def linear(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def linears(x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None]) -> list[Tensor]:
-    """Return `linear` of x and each of up to three packed weights, by one launch: the same bits. For rollout only."""
+@dataclass
+class LowRank:
+    """A low-rank update of a linear, scale * up(down(x)) (LoRA; Hu et al., 2021), for rollout.
+
+    down fp32 [rank, depth], up fp32 [features, rank]; call `pack` after a change of either.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.pack()
+
+    def pack(self) -> None:
+        """Bring the factors into the layout that the backend's product reads fastest."""
+        self.memory = backend(self.down.device).pack_low_rank(self.down, self.up, self.scale)
+
+
+def linears(
+    x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None], low_ranks: Sequence[LowRank | None] = ()
+) -> list[Tensor]:
+    """Return `linear` of x and each of up to three packed weights, by one launch: the same bits. For rollout only.
+
+    low_ranks: for each weight None, or an update that is added in fp32 to the rounded product; the sum is rounded.
+    """
     rows = x.detach().reshape(-1, x.shape[-1])
     packed = [(w.memory, w.features, None if b is None else b.detach()) for w, b in zip(weights, biases, strict=True)]
-    outs = backend(x.device).linear_packed(rows, packed, x.dtype)
+    memory = [each and each.memory for each in low_ranks]
+    outs = backend(x.device).linear_packed(rows, packed, x.dtype, memory)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 

@@ -15,39 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..kernels import ops
 from ..kernels.contract import Contract, probe
 from . import attention
+from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
+from .linear import ExactLinear, UnsupportedModelError, products
 from .packing import packing
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
-
-
-class UnsupportedModelError(NotImplementedError):
-    """The model has a part that decides bits and that samebits does not cover."""
-
-
-class ExactLinear(nn.Linear):
-    """nn.Linear on `ops.linear`.
-
-    packed: replaces `weight` in an engine. exact: False for the lm_head of a control, which has torch's product.
-    """
-
-    packed: ops.PackedWeight | None = None
-    exact = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias in x's dtype."""
-        return ops.linear(x, self.packed or self.weight, self.bias)
-
-
-def products(x: Tensor, *modules: nn.Module) -> list[Tensor]:
-    """Return each linear's output for x: in one launch where all are packed, and nobody watches or replaced one."""
-    weights = []
-    for module in modules:
-        if not isinstance(module, ExactLinear) or module.packed is None or module._forward_hooks:
-            return [m(x) for m in modules]
-        weights.append(module.packed)
-    return ops.linears(x, weights, [m.bias for m in modules])  # type: ignore[misc]
 
 
 @dataclass
@@ -81,6 +55,8 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     @functools.wraps(kind.forward)
     def forward(self, *args, logprobs: LogprobRequest | None = None, **kwargs):
+        if is_adapted(self):
+            cover(self)
         if logprobs is None:
             return kind.forward(self, *args, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
@@ -205,6 +181,8 @@ def contract_of(model: PreTrainedModel) -> Contract:
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
     contract = Contract.of(norm.dtype, norm.device)
+    if is_adapted(model):
+        contract = replace(contract, adapter=describe(placements(model)))
     return contract if linear.exact else replace(contract, linear="torch")
 
 
@@ -230,11 +208,14 @@ def exact_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     exact: bool = True,
+    adapter: Any = None,
 ) -> PreTrainedModel:
     """Return a HF causal LM whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
     name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". exact=False: torch's own
-    ops, for comparison.
+    ops, for comparison. adapter: a `peft.LoraConfig`, a PEFT model whose adapter is copied, or a folder with PEFT's
+    files; the result is then PEFT's model, whose adapter alone is trained. `peft.get_peft_model` on an exact model
+    gives the same.
 
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
     samebits does not cover, NumericsError where this machine can't keep the promise.
@@ -261,7 +242,10 @@ def exact_model(
     ]
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
-    return prepare(model.to(device).eval(), path, exact)
+    model = prepare(model.to(device).eval(), path, exact)
+    if adapter is not None and not exact:
+        raise ValueError("an adapter needs exact=True; for comparison use peft on a model with exact=False")
+    return model if adapter is None else adapt(model, adapter)  # type: ignore[return-value]
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers.adapters import adapted_model, lora
 from helpers.models import CONFIGS
 from helpers.oracle import oracle
 from helpers.schedules import check_results, random_requests, run_schedule
@@ -61,6 +62,22 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
     check_schedules(path, dtype, models, f"{family}-{stages}", cases, settings=settings)
 
 
+@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_schedule_changes_a_bit_of_an_adapter(checkpoint, dtype, stages, cases):
+    """Updates of the adapter alone; the engine begins with one of zeros."""
+    path = checkpoint("qwen2")
+    config = lora(rank_pattern={"o_proj": 17})
+    models = [exact_model(path, dtype, adapter=config), adapted_model(path, dtype, 1, config)]
+
+    def settings(rng):
+        layout = {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
+        return {"adapter": config, **(layout if stages == 2 else {})}
+
+    check_schedules(path, dtype, models, f"adapter-{dtype}-{stages}", cases, settings=settings)
+
+
 def test_negative_control_tokens_of_another_version_are_noticed(checkpoint):
     path, models = two_versions(checkpoint, "qwen3", "float32")
     rng = random.Random(0)
@@ -77,6 +94,13 @@ PROCESSES = [  # layouts of processes, and the seed of a schedule that mostly ex
     ({"pipeline_parallel_size": 2, "stage_layers": (1, 2), "batches_in_flight": 3}, "bfloat16", 2),
     ({"pipeline_parallel_size": 3, "stage_layers": (1, 1, 1), "batches_in_flight": 3}, "float16", 2),
 ]
+
+
+def test_no_process_changes_a_bit_of_an_adapter(checkpoint, ray_cluster):
+    path = checkpoint("qwen3", num_hidden_layers=3)
+    models = [exact_model(path, adapter=lora()), adapted_model(path, seed=1)]
+    layout = {"replicas": 2, "pipeline_parallel_size": 2, "adapter": lora()}
+    check_schedules(path, "float32", models, "processes-adapter", 1, 1, lambda rng: layout)
 
 
 @pytest.mark.parametrize("cases", [1, pytest.param(8, marks=pytest.mark.slow)])

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
         atexit.register(_let_go)
-    base: Any = model.base_model
-    for layer in base.layers:
+    for layer in model.get_decoder().layers:
         fully_shard(layer, **kwargs)
     fully_shard(model, **kwargs)
     return model

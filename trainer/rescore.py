@@ -60,7 +60,7 @@ def gradient_sketch(
     left = (torch.randn(vocab, width, generator=generator) / width**0.5).to(model.device)
     right = (torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5).to(model.device)
     for batch in _batches(model, rollouts, max_num_batched_tokens, True):
-        hidden = model.base_model(**batch.inputs()).last_hidden_state[0]
+        hidden = model.get_decoder()(**batch.inputs()).last_hidden_state[0]
         parts = []
         for index in batch.index.split(max(1, _LOGITS // vocab)):
             rows = hidden[index]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ..engine.executor import LocalExecutor
 from ..engine.model_runner import ModelRunner
 from ..kernels import ops
 from ..model import exact_model
+from ..model.adapter import PREFIX
 from ..scheduler import Batch
 from .logprobs import token_logprobs
 
@@ -74,14 +76,16 @@ def verify(
     plant_fault: str | None = None,
     use_tqdm: bool = True,
     device: str = "cpu",
+    adapter: Any = None,
 ) -> VerifyReport:
     """Run every setting of SAMPLING under a random schedule and compare all log-probs, as bits, with the trainer's.
 
     The KV pool is kept small, so that sequences are preempted; prompts share prefixes; n > 1. plant_fault: a module of
     the engine whose output is falsified by some units in the last place, to see that the proof can fail. On a
-    difference, both sides recompute the sequence and `fault` names the first module whose output differs.
+    difference, both sides recompute the sequence and `fault` names the first module whose output differs. adapter: as
+    `exact_model` takes it.
     """
-    model = exact_model(name, dtype, device)
+    model = exact_model(name, dtype, device, adapter=adapter)
     rng = random.Random(seed)
     vocab = model.config.vocab_size
     room = min(model.config.max_position_embeddings, 512)
@@ -90,6 +94,7 @@ def verify(
     llm = LLM(
         name, dtype=dtype, device=device, max_model_len=room,
         kv_cache_memory_bytes=blocks * ModelRunner.block_bytes(model), skip_tokenizer_init=True,
+        adapter=None if adapter is None else model,
     )  # fmt: skip
     if plant_fault is not None:
         falsify(_runner(llm).model, plant_fault)
@@ -161,7 +166,10 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[Tensor]]]]:
-    """Inputs and outputs of every leaf module at every token, in order of completion; later forwards append."""
+    """Inputs and outputs of every leaf module at every token, in order of completion; later forwards append.
+
+    A linear with its adapter, a module of modules in the trainer, counts as a leaf, named as in the base model.
+    """
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def record(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
@@ -169,8 +177,13 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[T
         inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
         outputs += [_by_token(t) for t in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(t)]
 
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    handles = [module.register_forward_hook(partial(record, name)) for name, module in leaves]
+    modules = {name.removeprefix(PREFIX): module for name, module in model.named_modules()}
+    adapted = {name for name, module in modules.items() if hasattr(module, "base_layer")}
+    handles = []
+    for name, module in modules.items():
+        inside = any(name.startswith(f"{outer}.") for outer in adapted)
+        if name in adapted or not (inside or list(module.children())):
+            handles.append(module.register_forward_hook(partial(record, name)))
     try:
         yield seen
     finally:

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..engine.weights.group import WHOLE
 from ..engine.weights.spec import buckets, checksum, full_tensors
+from ..model.adapter import WEIGHTS, adapter_state, is_adapted, load_adapter_config
 from .atomic import publish, sync
 from .fsdp import together
 
@@ -29,11 +31,14 @@ FILE_BYTES = 2**30
 def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
     """Write an HF checkpoint directory that appears whole or not at all, with a checksum of every tensor.
 
+    Of a model with an adapter, write PEFT's files of the adapter alone.
     Under FSDP2 all ranks must call it; a tensor at a time is gathered, and rank 0 writes, holding one file's tensors.
     Tokenizer files come along from where the model was loaded. An older directory of this name is replaced.
     """
     target = pathlib.Path(folder)
     draft = target.with_name(f".{target.name}.incomplete")
+    adapted = is_adapted(model)
+    state = adapter_state(model) if adapted else dict(model.named_parameters())  # tied ones once
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
     alike = together if sharded else nullcontext
@@ -42,32 +47,41 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
     places: dict[str, str] = {}
-    for number, pairs in enumerate(buckets(_parameters(model, writes), _nbytes, max_file_bytes), 1):
+    limit = WHOLE if adapted else max_file_bytes
+    for number, pairs in enumerate(buckets(_tensors(state, writes), _nbytes, limit), 1):
         with alike():
             if writes:
-                name = f"model-{number:05}.safetensors"
+                name = WEIGHTS if adapted else f"model-{number:05}.safetensors"
                 tensors = dict(pairs)
                 sums = {n: checksum([t]) for n, t in tensors.items()}
                 save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
                 places |= dict.fromkeys(tensors, name)
     with alike():
         if writes:
-            index = {"metadata": {}, "weight_map": places}
-            (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            model.config.save_pretrained(draft)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(draft)
-            for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
-                for file in pathlib.Path(model.config._name_or_path).glob(pattern):
-                    shutil.copy(file, draft)
+            if adapted:
+                load_adapter_config(model).save_pretrained(str(draft))
+            else:
+                _write_configs(model, places, draft)
             for file in draft.iterdir():
                 sync(file)
             publish(draft, target)
 
 
-def _parameters(model: PreTrainedModel, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the parameters, tied ones once. keep=False: without their values, only to take part."""
-    for name, tensor in full_tensors(dict(model.named_parameters())):
+def _write_configs(model: PreTrainedModel, places: dict[str, str], folder: pathlib.Path) -> None:
+    """Write what a checkpoint has beside its tensors. places: the file of each."""
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
+        for file in pathlib.Path(model.config._name_or_path).glob(pattern):
+            shutil.copy(file, folder)
+
+
+def _tensors(state: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the state, gathered. keep=False: without their values, only to take part."""
+    for name, tensor in full_tensors(state):
         yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
 
 

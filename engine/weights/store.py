@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...kernels import ops
+from ...model.adapter import is_adapter_tensor, tensor_name
 from ...model.checkpoint import manifest
 from ...model.exact import all_finite
 from ...model.stage import shift_layer
@@ -24,11 +25,21 @@ class WeightStore:
     """The tensors of a worker's model by their names in the whole model, and their replacement.
 
     model: before its weights are packed. first_layer: the number in the whole model of its layer 0. whole: False for a
-    stage, which passes over tensors that are not its own.
+    stage, which passes over tensors that are not its own. adapter: the contract's line on it; adapter_dtype: what its
+    weights, fp32, are rounded to. absent: names of tensors that hold nothing, until an update brings them.
     """
 
-    def __init__(self, model: PreTrainedModel, first_layer: int = 0, whole: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        first_layer: int = 0,
+        whole: bool = True,
+        adapter: str = "none",
+        adapter_dtype: str = "float32",
+    ):
         self.whole = whole
+        self.adapter_dtype = getattr(torch, adapter_dtype)
+        self.absent: set[str] = set()
         self.dtype = model.dtype
         self.device = model.device
         self.recycled: dict[str, Any] = {}  # what the last update replaced: new memory costs as much as filling it
@@ -42,7 +53,13 @@ class WeightStore:
             owner, _, leaf = name.rpartition(".")
             self.places.setdefault(first_names[id(p)], []).append((modules[owner], leaf))
         tied = {name: first_names[id(p)] for name, p in parameters.items() if first_names[id(p)] != name}
-        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied)
+        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied, adapter)
+        for name, module in modules.items():
+            low_rank = getattr(module, "low_rank", None)
+            for factor, leaf in (("A", "down"), ("B", "up")) if low_rank is not None else ():
+                tensor = tensor_name(name, factor)
+                self.places[tensor] = [(low_rank, leaf)]
+                self.table.shapes[tensor] = tuple(getattr(low_rank, leaf).shape)
         if model.config.tie_word_embeddings and model.get_output_embeddings() is None:
             for second, name in model._tied_weights_keys.items():  # on another stage, and yet ours by either name
                 if name in parameters:
@@ -55,7 +72,11 @@ class WeightStore:
 
     def specs(self) -> list[TensorSpec]:
         """The specs of the tensors in force, tied ones once."""
-        return [TensorSpec(name, self.table.shapes[name], self.dtype) for name in self.places]
+        return [TensorSpec(name, self.table.shapes[name], self.storage_dtype(name)) for name in self.places]
+
+    def storage_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is kept."""
+        return torch.float32 if is_adapter_tensor(name) else self.dtype
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in force, by its first name."""
@@ -79,6 +100,11 @@ class WeightStore:
         for name, new in staged.tensors.items():
             for module, leaf in self.places[name]:
                 self._replace(name, module, leaf, new)
+        for name in staged.tensors:
+            owner, leaf = self.places[name][0]
+            if leaf == "up":  # its other factor has come, too
+                owner.pack()
+        self.absent.difference_update(staged.tensors)
         staged.tensors = {}
 
     def _replace(self, name: str, module: Any, leaf: str, new: Tensor | ops.PackedWeight) -> None:
@@ -97,14 +123,20 @@ class WeightStore:
             getattr(module, leaf).data = new
 
     def drop(self) -> None:
-        """Free all weights; only an update brings any back."""
+        """Free all weights but the adapter's, which are few; only an update brings them back."""
         self.recycled.clear()
-        for places in self.places.values():
-            for module, leaf in places:
+        base = {name for name in self.places if not is_adapter_tensor(name)}
+        self.absent |= base
+        for name in base:
+            for module, leaf in self.places[name]:
                 if is_packed(module, leaf):
                     module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
                 else:
                     getattr(module, leaf).data = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def forget_adapter(self) -> None:
+        """Count the adapter as absent."""
+        self.absent.update(filter(is_adapter_tensor, self.places))
 
 
 class StagedWeights:
@@ -127,7 +159,8 @@ class StagedWeights:
 
     def check_complete(self) -> None:
         """Raise WeightUpdateError where tensors of this worker are missing."""
-        self.store.table.check_complete(self.given)
+        if self.given or self.store.absent:  # a stage may have no part of an adapter
+            self.store.table.check_complete(self.given, self.store.absent)
 
     def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         entries = manifest(path)
@@ -147,7 +180,9 @@ class StagedWeights:
         store.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
-        tensor = tensor.detach().to(store.device, store.dtype)
+        if is_adapter_tensor(name):
+            tensor = tensor.to(store.adapter_dtype)
+        tensor = tensor.detach().to(store.device, store.storage_dtype(name))
         first = store.table.tied.get(name, name)
         if first in self.tensors:
             self._check_tied(name, tensor, self.tensors[first])

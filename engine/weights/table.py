@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from ...kernels import ops
 from ...kernels.contract import Contract, NumericsError
+from ...model.adapter import adapter_state, is_adapted, is_adapter_tensor
 from ...model.exact import LMHead, contract_of
 from .spec import TensorSpec
 
@@ -22,10 +23,15 @@ class WeightUpdateError(ValueError):
 
 @dataclass
 class WeightTable:
-    """The names and shapes of a model's tensors. tied: name -> the first name of the same tensor."""
+    """The names and shapes of a model's tensors. tied: name -> the first name of the same tensor.
+
+    adapter: what it has beside the base model, as the contract says it. An adapter's tensors have their names in PEFT's
+    files. An update brings all of the adapter, all of the base, or both.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
+    adapter: str = "none"
 
     @classmethod
     def union(cls, tables: Iterable[WeightTable]) -> WeightTable:
@@ -34,6 +40,7 @@ class WeightTable:
         for table in tables:
             whole.shapes |= table.shapes
             whole.tied |= table.tied
+            whole.adapter = table.adapter
         return whole
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -51,20 +58,30 @@ class WeightTable:
             raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}, expected one of {supported}")
 
     def state_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return a module's state dict, without the second names of parameters that it ties as this model does."""
+        """Return a module's state dict, without the second names of parameters that it ties as this model does.
+
+        Of a model with an adapter, return the adapter alone.
+        """
+        if is_adapted(module):
+            return adapter_state(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         seconds = {a for a, b in self.tied.items() if a in parameters and parameters[a] is parameters.get(b)}
         return {name: tensor for name, tensor in module.state_dict().items() if name not in seconds}
 
-    def missing(self, names: set[str]) -> list[str]:
-        """Return the model's tensors that `names`, and what is tied to them, leave out."""
+    def missing(self, names: set[str], absent: Set[str] = frozenset()) -> list[str]:
+        """Return the tensors that `names`, and what is tied to them, leave out of the base or adapter that they are of.
+
+        absent: tensors that the model lacks now, which an update has to bring, too.
+        """
+        parts = {is_adapter_tensor(name) for name in names | absent or self.shapes}
+        wanted = {name for name in self.shapes if is_adapter_tensor(name) in parts}
         given_by_first = {second for second, first in self.tied.items() if first in names}
         given_by_second = {first for second, first in self.tied.items() if second in names}
-        return sorted(set(self.shapes) - names - given_by_first - given_by_second)
+        return sorted(wanted - names - given_by_first - given_by_second)
 
-    def check_complete(self, names: set[str]) -> None:
-        """Raise WeightUpdateError where tensors of these names don't make up the model."""
-        if missing := self.missing(names):
+    def check_complete(self, names: set[str], absent: Set[str] = frozenset()) -> None:
+        """Raise WeightUpdateError where tensors of these names don't make up the base, the adapter, or both."""
+        if missing := self.missing(names, absent):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
 
 

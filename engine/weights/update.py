@@ -8,10 +8,13 @@ import pathlib
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
+from ...model.adapter import WEIGHTS, describe, is_adapter_tensor, is_folder, load_adapter_config, resolve_placements
 from ...model.checkpoint import StoredWeights, manifest
+from ...model.exact import load_config
 from .spec import TensorSpec, gathering, specs_of
 from .table import Source, WeightTable, WeightUpdateError, check_contract
 from .workers import Workers
@@ -27,12 +30,13 @@ class WeightUpdate:
     Any thread may load while the engine computes. Several updates may be open, each is good for one commit; workers
     keep the newest few and forget older ones.
 
-    open: it was neither committed nor aborted. given: names of the tensors that all workers have. stored: the
-    checkpoint directory that it is, if it is one.
+    model: the checkpoint that the engine has loaded. open: it was neither committed nor aborted. given: names of the
+    tensors that all workers have. stored: the checkpoint directory that it is, if it is one.
     """
 
-    def __init__(self, workers: Workers, table: WeightTable):
+    def __init__(self, workers: Workers, table: WeightTable, model: pathlib.Path):
         self.id = uuid.uuid4().hex
+        self.model = model
         self.workers = workers
         self.table = table
         self.open = True
@@ -62,12 +66,16 @@ class WeightUpdate:
     def load(self, source: Source, contract: Contract | None = None) -> None:
         """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
 
+        A PEFT model and a folder with PEFT's files bring the adapter alone.
+
         Raises WeightUpdateError when a tensor is missing (of a module or directory), unknown, given twice, of another
         shape, of an unsupported dtype, or not finite; NumericsError when a module's contract isn't `contract` (None:
         any module will do).
         """
         if isinstance(source, nn.Module):
             self._load_module(source, contract)
+        elif is_folder(source):
+            self._load_adapter(pathlib.Path(source))
         elif isinstance(source, str | os.PathLike):
             self._load_directory(pathlib.Path(source).absolute())
         else:
@@ -83,6 +91,13 @@ class WeightUpdate:
         with gathering(state) as tensors:
             self.workers.send_tensors(self.id, self._checked(tensors))
 
+    def _load_adapter(self, path: pathlib.Path) -> None:
+        theirs = describe(resolve_placements(load_config(self.model), load_adapter_config(path)))
+        if theirs != self.table.adapter:
+            raise WeightUpdateError(f"{path}: the adapter is {theirs}; the engine's is {self.table.adapter}")
+        self.stored = None
+        self.workers.send_tensors(self.id, self._checked(load_file(path / WEIGHTS).items()))
+
     def _load_directory(self, path: pathlib.Path) -> None:
         """Workers read a directory by themselves."""
         stored = StoredWeights.at(path)
@@ -90,12 +105,12 @@ class WeightUpdate:
         for name, (shape, _) in entries.items():
             self.table.check_shape(name, shape)
         self.table.check_complete(set(entries))
-        if self.given:
-            raise WeightUpdateError(f"tensor {min(self.given)!r} was given twice: a directory brings all of them")
+        if twice := self.given & set(entries):
+            raise WeightUpdateError(f"tensor {min(twice)!r} was given twice: a directory brings all of them")
         self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
         if not stored.unchanged:
             raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
-        self.given = set(self.table.shapes)
+        self.given |= set(entries)
         self.stored = stored
 
     def _checked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +129,11 @@ class WeightUpdate:
         self.workers.receive_tensors(self.id, group, list(specs), bucket_bytes)
         self.given |= {spec.name for spec in specs}
         self.stored = None
+
+    @property
+    def brings_base(self) -> bool:
+        """True unless it is of an adapter alone."""
+        return not all(map(is_adapter_tensor, self.given))
 
     def prepare(self) -> None:
         """Raise unless every worker could put the update in force."""

@@ -20,7 +20,7 @@ from .elementwise import (
     rotary_tables,
 )
 from .jit import storage
-from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, packed_rows
+from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
 
 GRAPHS = False  # can a step be recorded and replayed?
@@ -43,8 +43,11 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device) -> None:
-    """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long."""
+def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
+    """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long.
+
+    low_rank: that of a product with a low-rank update, too.
+    """
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype, device)
     layout = PagedLayout([1], zeros, zeros, zeros, zeros, work_items([1], 1))
@@ -52,8 +55,9 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
     one = np.ones(1)
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    weight = storage(pack(stored)), 1, None
     calls = (
-        lambda: linear_packed(x, [(storage(pack(stored)), 1, None)]),
+        lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
         lambda: rms_norm(stored, stored[0], 1e-5),
         lambda: add_rms_norm(stored, stored, stored[0], 1e-5),
@@ -63,6 +67,7 @@ def warm_up(dtype: torch.dtype, device: torch.device) -> None:
         lambda: write_kv(kv, kv, layout, *cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
+        *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
     )
     for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
@@ -85,6 +90,7 @@ __all__ = [
     "linear_unpacked",
     "new_kv_cache",
     "pack",
+    "pack_low_rank",
     "packed_rows",
     "rms_norm",
     "rms_norm_backward",

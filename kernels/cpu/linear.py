@@ -4,15 +4,20 @@ Weights are walked in panels of PANEL output features, stored [depth, PANEL]. Ro
 training packs a panel at a time into a scratch that stays in cache. Both feed the same tiles: the same bits.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import float32, prange
 
 from .jit import inline, parallel, storage
-from .simd import PANEL, matmul_panel
+from .simd import LANES, PANEL, add_low_rank, matmul_one, matmul_panel
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+_NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
+_LIKE = {dtype: storage(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_ROWS = 64  # of a low-rank update's inner product, that a thread computes at a time
 
 
 @inline
@@ -60,6 +65,67 @@ def _linear_packed(x, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
             _packed_product(x, c, p - second, bias_c, out_c)
 
 
+@inline
+def _low_rank_rows(x, down, first, rows, inner):
+    """Compute some rows of `inner` = x @ down.T."""
+    depth, width = x.shape[1], inner.shape[1]
+    source = x.ctypes.data + 4 * first * depth
+    for p in range(down.shape[0]):
+        target = inner.ctypes.data + 4 * (first * width + p * LANES)
+        matmul_one(source, depth, down[p], 0, LANES, depth, target, width, rows, down.ctypes.data)
+
+
+@parallel
+def _low_rank_inner(x, down_a, down_b, down_c, inner_a, inner_b, inner_c):
+    for chunk in prange((x.shape[0] + _ROWS - 1) // _ROWS):
+        first = chunk * _ROWS
+        rows = min(_ROWS, x.shape[0] - first)
+        _low_rank_rows(x, down_a, first, rows, inner_a)
+        _low_rank_rows(x, down_b, first, rows, inner_b)
+        _low_rank_rows(x, down_c, first, rows, inner_c)
+
+
+@inline
+def _add_low_rank(inner, up, p, scale, like, out):
+    """Round a panel of `out` to the dtype of `like`, and add scale * (inner @ up.T) to it."""
+    rows, width = inner.shape
+    features, first = out.shape[1], p * PANEL
+    last = min(first + PANEL, features)
+    if last - first == PANEL:
+        add_low_rank(inner.ctypes.data, width, up[p], out.ctypes.data + 4 * first, features, rows, scale, like)
+    else:
+        scratch = np.zeros((rows, PANEL), np.float32)
+        scratch[:, : last - first] = out[:, first:last]
+        add_low_rank(inner.ctypes.data, width, up[p], scratch.ctypes.data, PANEL, rows, scale, like)
+        out[:, first:last] = scratch[:, : last - first]
+
+
+@inline
+def _adapted_product(x, panels, p, bias, out, inner, up, scale, like):
+    _packed_product(x, panels, p, bias, out)
+    if up.shape[0]:
+        _add_low_rank(inner, up, p, scale, like, out)
+
+
+@parallel
+def _linear_low_rank(
+    x, like, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c,
+    down_a, down_b, down_c, inner_a, inner_b, inner_c, up_a, up_b, up_c, scale_a, scale_b, scale_c,
+):  # fmt: skip
+    if x.shape[0] <= _ROWS:  # by one thread: waking the others twice costs more
+        _low_rank_rows(x, down_a, 0, x.shape[0], inner_a)
+        _low_rank_rows(x, down_b, 0, x.shape[0], inner_b)
+        _low_rank_rows(x, down_c, 0, x.shape[0], inner_c)
+    first, second = a.shape[0], a.shape[0] + b.shape[0]
+    for p in prange(second + c.shape[0]):
+        if p < first:
+            _adapted_product(x, a, p, bias_a, out_a, inner_a, up_a, float32(scale_a), like)
+        elif p < second:
+            _adapted_product(x, b, p - first, bias_b, out_b, inner_b, up_b, float32(scale_b), like)
+        else:
+            _adapted_product(x, c, p - second, bias_c, out_c, inner_c, up_c, float32(scale_c), like)
+
+
 @parallel
 def _linear_unpacked(x, weight, bias, resume, out):
     features, depth = weight.shape
@@ -74,15 +140,20 @@ def _linear_unpacked(x, weight, bias, resume, out):
         _panel_product(x, panel, p, out, panel)
 
 
-def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a weight [features, depth] as [panels, depth, PANEL], zero-padded, of its dtype; in `out` if given."""
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None, width: int = PANEL) -> torch.Tensor:
+    """Return a weight [features, depth] as [panels, depth, width], zero-padded, of its dtype; in `out` if given."""
     features, depth = weight.shape
-    whole = features // PANEL
-    panels = weight.new_empty(-(-features // PANEL), depth, PANEL) if out is None else out
-    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, depth).transpose(1, 2)
-    if features % PANEL:
-        panels[whole] = F.pad(weight[whole * PANEL :].t(), (0, PANEL - features % PANEL))
+    whole = features // width
+    panels = weight.new_empty(-(-features // width), depth, width) if out is None else out
+    panels[:whole] = weight[: whole * width].view(whole, width, depth).transpose(1, 2)
+    if features % width:
+        panels[whole] = F.pad(weight[whole * width :].t(), (0, width - features % width))
     return panels
+
+
+def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], as `linear_packed` takes it."""
+    return storage(pack(down, width=LANES)), storage(pack(up)), float(scale)
 
 
 def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -98,20 +169,30 @@ def linear_packed(
     x: torch.Tensor,
     weights: list[tuple[np.ndarray, int, torch.Tensor | None]],
     dtype: torch.dtype = torch.float32,
+    low_ranks: Sequence[tuple[np.ndarray, np.ndarray, float] | None] = (),
 ) -> list[torch.Tensor]:
     """Return bias + x @ weight.T, [rows, features] in `dtype`, for each of up to three weights, in one launch.
 
-    x [rows, depth]; weights: (`storage` of panels from `pack`, features, bias or None).
+    x [rows, depth]; weights: (`storage` of panels from `pack`, features, bias or None). low_ranks: for each weight,
+    what `pack_low_rank` gave, whose value is added to the rounded product in fp32, and the sum is rounded; or None.
     """
     x = x.float().contiguous()
     outs = [x.new_empty(x.shape[0], features) for _, features, _ in weights]
     panels = [p for p, _, _ in weights]
     none = 3 - len(weights)
-    _linear_packed(
-        x.numpy(), *panels, *[panels[0][:0]] * none,
+    args = (
+        *panels, *[panels[0][:0]] * none,
         *[_start(bias) for *_, bias in weights], *[_NO_BIAS] * none,
         *[out.numpy() for out in outs], *[_NO_OUT] * none,
     )  # fmt: skip
+    if any(low_ranks):
+        downs, ups, scales = zip(*(each or _NO_LOW_RANK for each in (*low_ranks, *[None] * none)), strict=True)
+        inners = [np.zeros((x.shape[0], down.shape[0] * LANES), np.float32) for down in downs]
+        if x.shape[0] > _ROWS:
+            _low_rank_inner(x.numpy(), *downs, *inners)
+        _linear_low_rank(x.numpy(), _LIKE[dtype], *args, *downs, *inners, *ups, *scales)
+    else:
+        _linear_packed(x.numpy(), *args)
     return [out.to(dtype) for out in outs]
 
 

@@ -123,6 +123,24 @@ def _load_vector(builder, address, stored: str):
     return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
 
 
+def _rounded(builder, wide, stored: str):
+    """Return LANES fp32 values, each rounded once to nearest even to a storage dtype, as fp32."""
+    if stored == "float32":
+        return wide
+    if stored == "float16":
+        return builder.fpext(builder.fptrunc(wide, ir.VectorType(_F16, LANES)), wide.type)
+    integers = ir.VectorType(_I32, LANES)
+
+    def each(value):
+        return ir.Constant(integers, [value] * LANES)
+
+    bits = builder.bitcast(wide, integers)
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    rounded = builder.and_(builder.add(bits, builder.add(odd, each(0x7FFF))), each(-(1 << 16)))
+    is_nan = builder.fcmp_unordered("uno", wide, wide)
+    return builder.bitcast(builder.select(is_nan, each(0x7FC00000), rounded), wide.type)
+
+
 def _store_vector(builder, value, address):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
 
@@ -176,11 +194,7 @@ def _make_tile(vectors: int, stored: str):
         offset = builder.mul(k, _I64(4))
         after = []
         for r in range(rows):
-            scalar = builder.load(builder.inttoptr(builder.add(row_a[r], offset), _F32.as_pointer()))
-            single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-            broadcast = builder.shuffle_vector(
-                single, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-            )
+            broadcast = _broadcast(builder, _load_scalar(builder, builder.add(row_a[r], offset)))
             after.append([builder.call(multiply_add, [broadcast, columns[j], acc[r][j]]) for j in range(vectors)])
         following = builder.add(k, _I64(1))
         k.add_incoming(following, loop)
@@ -202,21 +216,92 @@ def _make_tile(vectors: int, stored: str):
 
     @intrinsic
     def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step, gap):
-        def codegen(context, builder, signature, args):
-            end = builder.append_basic_block("tile_end")
-            choice = builder.switch(args[0], end)
-            for rows in range(1, TILE_ROWS + 1):
-                block = builder.append_basic_block(f"rows_{rows}")
-                choice.add_case(_I64(rows), block)
-                builder.position_at_end(block)
-                emit(builder, rows, *args[1:])
-                builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 11), codegen
+        return _by_rows(emit, [types.int64] * 11)
 
     return tile_op
+
+
+def _make_low_rank_tile(vectors: int, stored: str):
+    """Make the op `c = rounded(c) + scale * (a @ b)`, a [rows, depth] and b [depth, vectors * LANES], all fp32.
+
+    It takes addresses, and strides in elements. stored: the dtype that c is rounded to. Each element of a @ b is a
+    chain from 0 over ascending depth.
+    """
+    vector = ir.VectorType(_F32, LANES)
+
+    def emit(builder, rows, a, stride_a, b, depth, c, stride_c, scale):
+        multiply_add = builder.module.declare_intrinsic(
+            f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
+        )
+        row_a = [_address(builder, a, (stride_a, 4 * r)) for r in range(rows)]
+        zero = ir.Constant(vector, [0.0] * LANES)
+        entry = builder.block
+        loop, done = builder.append_basic_block("rank_loop"), builder.append_basic_block("rank_done")
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        k = builder.phi(_I64)
+        k.add_incoming(_I64(0), entry)
+        acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
+        places = [_address(builder, b, (k, 4 * LANES * vectors), (_I64(j), 4 * LANES)) for j in range(vectors)]
+        columns = [_load_vector(builder, place, "float32") for place in places]
+        after = []
+        for r in range(rows):
+            single = _broadcast(builder, _load_scalar(builder, _address(builder, row_a[r], (k, 4))))
+            after.append([builder.call(multiply_add, [single, columns[j], acc[r][j]]) for j in range(vectors)])
+            for j in range(vectors):
+                acc[r][j].add_incoming(zero, entry)
+                acc[r][j].add_incoming(after[r][j], loop)
+        following = builder.add(k, _I64(1))
+        k.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+
+        builder.position_at_end(done)
+        factor = _broadcast(builder, scale)
+        for r in range(rows):
+            for j in range(vectors):
+                cell = _address(builder, c, (stride_c, 4 * r), (_I64(j), 4 * LANES))
+                base = _rounded(builder, _load_vector(builder, cell, "float32"), stored)
+                _store_vector(builder, builder.fadd(base, builder.fmul(factor, after[r][j])), cell)
+
+    @intrinsic
+    def low_rank_op(typingctx, rows, a, stride_a, b, depth, c, stride_c, scale):
+        return _by_rows(emit, [*[types.int64] * 7, types.float32])
+
+    return low_rank_op
+
+
+def _load_scalar(builder, address):
+    return builder.load(builder.inttoptr(address, _F32.as_pointer()))
+
+
+def _broadcast(builder, scalar):
+    """Return LANES copies of an fp32 value."""
+    vector = ir.VectorType(_F32, LANES)
+    single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
+    lanes = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
+
+
+def _by_rows(emit, arguments):
+    """Return an intrinsic's signature and code: its first argument is the number of rows, up to TILE_ROWS.
+
+    emit: writes the code for a number of rows; arguments: numba's types of all arguments.
+    """
+
+    def codegen(context, builder, signature, args):
+        end = builder.append_basic_block("tile_end")
+        choice = builder.switch(args[0], end)
+        for rows in range(1, TILE_ROWS + 1):
+            block = builder.append_basic_block(f"rows_{rows}")
+            choice.add_case(_I64(rows), block)
+            builder.position_at_end(block)
+            emit(builder, rows, *args[1:])
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*arguments), codegen
 
 
 def _make_widen(vectors: int, stored: str):
@@ -299,6 +384,29 @@ def _matmul(vectors: int):
         return _row_tiles(vectors, _HALVES.get(b.dtype, "float32"))
 
     return matmul
+
+
+def add_low_rank(a, stride_a, b, c, stride_c, rows, scale, like):
+    """Set c [rows, PANEL] to c, rounded to the dtype of the array `like`, plus scale * (a @ b); b [rank, PANEL].
+
+    a and c are addresses, with row strides; b is an array.
+    """
+    raise NotImplementedError("for compiled callers")
+
+
+@overload(add_low_rank, jit_options={"error_model": "numpy", "nogil": True})
+def _add_low_rank_by_storage(a, stride_a, b, c, stride_c, rows, scale, like):
+    stored = _HALVES.get(like.dtype, "float32")
+    tile = _make_low_rank_tile(PANEL_VECTORS, stored)
+
+    def product(a, stride_a, b, c, stride_c, rows, scale, like):
+        for first in range(0, rows, TILE_ROWS):
+            height = min(TILE_ROWS, rows - first)
+            source, target = a + 4 * first * stride_a, c + 4 * first * stride_c
+            tile(height, source, stride_a, b.ctypes.data, b.shape[0], target, stride_c, scale)
+
+    product.__qualname__ = f"low_rank_{stored}"  # numba names the machine code after it
+    return product
 
 
 matmul_panel, matmul_two, matmul_one = _matmul(PANEL_VECTORS), _matmul(2), _matmul(1)

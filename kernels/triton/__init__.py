@@ -5,6 +5,8 @@ Nothing here waits for the GPU. Kernels are compiled at their first use, once pe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 try:
@@ -62,7 +64,7 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
     """Do nothing: kernels are compiled when they are first needed, for the shapes of the model."""
 
 
@@ -81,13 +83,28 @@ def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return packed[rows]
 
 
+def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return the factors as they are, and the scale."""
+    return down, up, scale
+
+
 def linear_packed(
     x: torch.Tensor,
     weights: list[tuple[torch.Tensor, int, torch.Tensor | None]],
     dtype: torch.dtype = torch.float32,
+    low_ranks: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] = (),
 ) -> list[torch.Tensor]:
-    """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch."""
-    return products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
+    """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch.
+
+    low_ranks: for each weight None, or scale * up(down(x)), in launches of their own.
+    """
+    outs = products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
+    present = [(i, *each) for i, each in enumerate(low_ranks) if each]
+    if present:
+        inner = products(x.float(), [down for _, down, _, _ in present], [None] * len(present), torch.float32)
+        for (i, _, up, scale), rows in zip(present, inner, strict=True):
+            outs[i] = (outs[i] + products(rows, [up], [None], torch.float32)[0] * scale).to(dtype)
+    return outs
 
 
 def linear_unpacked(
@@ -149,6 +166,7 @@ __all__ = [
     "linear_unpacked",
     "new_kv_cache",
     "pack",
+    "pack_low_rank",
     "packed_rows",
     "rms_norm",
     "rms_norm_backward",

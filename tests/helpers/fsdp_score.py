@@ -37,9 +37,9 @@ def score(model, job) -> dict:
 def main(job_file: str, out_file: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    job = torch.load(job_file)
+    job = torch.load(job_file, weights_only=False)
     torch.set_num_threads(job["threads"])
-    model = exact_model(job["path"], "float32" if job["master"] else job["dtype"])
+    model = exact_model(job["path"], "float32" if job["master"] else job["dtype"], adapter=job["adapter"])
     dtype = getattr(torch, job["dtype"])
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = shard(model, **({"mp_policy": policy} if job["master"] else {}))
@@ -57,8 +57,10 @@ def main(job_file: str, out_file: str) -> None:
 
 def train(model, job) -> dict:
     """Rollout, compare, optimizer step, update_weights; several rounds. Every rank holds an engine."""
-    llm = LLM(job["path"], dtype=job["dtype"], kv_cache_memory_bytes=2**22)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    adapter_dtype = job["dtype"] if job["master"] else "float32"
+    settings = {"kv_cache_memory_bytes": 2**22, "adapter_dtype": adapter_dtype}
+    llm = LLM(job["path"], dtype=job["dtype"], adapter=job["adapter"], **settings)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     params = SamplingParams(**job["sampling"])
     equal, moved, gradients = [], [], []
     for step in range(job["rounds"]):
@@ -75,7 +77,7 @@ def train(model, job) -> dict:
         loss = -sum((-1.0) ** i * lp.sum() for i, lp in enumerate(logprobs)) / len(pairs)
         optimizer.zero_grad()
         loss.backward()
-        gradients.append([p.grad.full_tensor().clone() for p in model.parameters()])
+        gradients.append([p.grad.full_tensor().clone() for p in model.parameters() if p.requires_grad])
         optimizer.step()
         assert llm.update_weights(model) == step + 1
     return {"equal": equal, "logprobs": moved, "gradients": gradients}

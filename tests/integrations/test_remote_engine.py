@@ -6,8 +6,9 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.engine import Engine
 from samebits.integrations import Client, RemoteEngine, ServerError
-from samebits.trainer import exact_model
+from samebits.trainer import exact_model, token_logprobs
 
+from helpers.adapters import adapted_model, lora
 from helpers.models import make_checkpoint
 from helpers.serving import Serving, served_checkpoint
 
@@ -103,3 +104,15 @@ def test_a_request_can_be_aborted_before_the_step(remote):
 def test_stale_kv_is_the_servers_to_allow(remote):
     with pytest.raises(ValueError, match="mode=keep"):
         remote.update_weights([("x", torch.zeros(1))], recompute_running=False)
+
+
+@pytest.mark.parametrize("over", ["group", "folder"])
+def test_an_update_of_an_adapter_alone_reaches_a_server(path, tmp_path, over):
+    model = adapted_model(path)
+    with Serving(path, {"adapter": lora()}) as server:
+        folder = tmp_path / "sync" if over == "folder" else None
+        with LLM(path, engine=RemoteEngine(Client(server.url), path, folder)) as llm:
+            assert llm.update_weights(model) == 1
+            out = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, seed=1), use_tqdm=False)[0]
+        (expected,) = token_logprobs(model, [[5, 6, 7, *out.completions[0].token_ids]])
+        assert torch.equal(torch.tensor(out.completions[0].logprobs), expected[3:].detach())

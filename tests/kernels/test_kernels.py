@@ -78,6 +78,28 @@ def test_cut_anywhere_along_k_the_chain_is_the_same():
     assert torch.equal(out, ops.linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("rank", [1, 7, 16, 33])
+def test_a_low_rank_update_in_one_launch_has_the_bits_of_its_steps(dtype, rank):
+    """Products in fp32, times the scale, added to the rounded product, rounded: what PEFT's module computes."""
+    torch.manual_seed(rank)
+    features = 100, 20, 172
+    weights = [torch.randn(n, 100).to(dtype) for n in features]
+    biases = [None, torch.randn(20).to(dtype), None]
+    updates: list = [ops.LowRank(torch.randn(rank, 100), torch.randn(n, rank), 1.7) for n in features]
+    updates[rank % 3] = None
+    packed = [ops.PackedWeight.pack(w) for w in weights]
+    for rows in (1, 8, 9, 300):
+        x = wide(rows, 100).to(dtype)
+        outs = ops.linears(x, packed, biases, updates)
+        for out, weight, bias, update in zip(outs, weights, biases, updates, strict=True):
+            expected = ops.linear(x, weight, bias)
+            if update is not None:
+                inner = ops.linear(x.float(), update.down)
+                expected = (expected + ops.linear(inner, update.up) * update.scale).to(dtype)
+            assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("width", [7, 20, 100, 172, 576])
 def test_row_ops_are_row_stable_at_every_offset(width):
     x, up, weight = wide(33, width), torch.randn(33, width), torch.randn(width)

@@ -82,6 +82,24 @@ def test_no_tile_changes_a_bit_of_a_product(dtype):
         assert torch.equal(alone, out[rows].to(dtype)), rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_low_rank_update_has_the_bits_of_its_steps(dtype):
+    torch.manual_seed(0)
+    features = 100, 20, 172
+    weights = [wide_exponents(n, 100).to(dtype) for n in features]
+    updates = [ops.LowRank(torch.randn(5, 100), torch.randn(n, 5), 1.7) for n in (100, 172)]
+    updates.insert(1, None)
+    for rows in (1, 9):
+        x = torch.randn(rows, 100).to(dtype)
+        outs = ops.linears(x, [ops.PackedWeight.pack(w) for w in weights], [None] * 3, updates)
+        for out, weight, update in zip(outs, weights, updates, strict=True):
+            expected = ops.linear(x, weight)
+            if update is not None:
+                inner = ops.linear(x.float(), update.down)
+                expected = (expected + ops.linear(inner, update.up) * update.scale).to(dtype)
+            assert torch.equal(out, expected)
+
+
 def test_arrival_counters_are_left_at_zero():
     x, w = torch.randn(40, 256), torch.randn(50, 256)
     before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]

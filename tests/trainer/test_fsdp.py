@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers.adapters import lora
+
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "fsdp_score.py"
@@ -37,6 +39,7 @@ def job_of(path, dtype, sampling, **changes) -> dict:
         "checkpointing": False,
         "master": False,
         "rounds": 0,
+        "adapter": None,
     }
     return {**base, **changes}
 
@@ -85,6 +88,17 @@ def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, wo
     again = torchrun(world, {**job, "prompts": PROMPTS}, tmp_path)
     for a, b in zip(first["gradients"], again["gradients"], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "gradients differ from run to run"
+
+
+@pytest.mark.parametrize(("dtype", "master"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dtype, master):
+    """Sharded with its base; updates bring the adapter alone. An adapter in fp32 on a base in bf16, too."""
+    sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
+    settings = {"rounds": 3, "master": master, "checkpointing": not master, "adapter": lora()}
+    job = job_of(checkpoint("qwen3"), dtype, sampling, **settings)
+    found = torchrun(2, {**job, "prompts": PROMPTS}, tmp_path)
+    assert found["equal"] == [True] * 3
+    assert found["logprobs"][0] != found["logprobs"][1], "the optimizer did not move the adapter"
 
 
 def test_gradients_are_close_to_plain_hf_in_fp64(checkpoint):

@@ -59,12 +59,13 @@ class Trainer:
         self.task = task
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        self.llm = llm or LLM(config.model, dtype=config.dtype, device=config.device, **config.engine)
+        settings = {"adapter_dtype": config.dtype} | config.engine  # to which `shard` casts all parameters
+        self.llm = llm or LLM(config.model, dtype=config.dtype, device=config.device, **settings)
         self.model = self._load_model()
         if config.check != "off" and self.llm.contract is not None:
             self.llm.contract.check(self.contract)
         if llm is not None:
-            if ignored := config.engine.keys() - {"exact"}:
+            if ignored := config.engine.keys() - {"exact", "adapter"}:
                 raise ValueError(f"a given engine has its own settings; leave out engine={sorted(ignored)}")
             self.sync()
         if config.activation_checkpointing:
@@ -72,12 +73,11 @@ class Trainer:
             self.model.train()
         reference = self._load_model().requires_grad_(False) if config.kl_coef else None
         self.objective = Objective(config, self.model, reference)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         params = replace(config.sampling, n=config.group_size, seed=None, output_kind=RequestOutputKind.FINAL_ONLY)
         self.worker = RolloutWorker(self.llm, task, params, config.seed, config.chat)
-        for parameter in self.model.parameters():  # or a checkpoint before the first update would lack them
+        for parameter in trained:  # or a checkpoint before the first update would lack them
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
@@ -95,8 +95,8 @@ class Trainer:
         if self.config.dtype != "float32":
             dtype = getattr(torch, self.config.dtype)
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        exact = self.config.engine.get("exact", True)
-        return shard(exact_model(self.config.model, device=self.config.device, exact=exact), **policy)
+        chosen = {name: self.config.engine[name] for name in ("exact", "adapter") if name in self.config.engine}
+        return shard(exact_model(self.config.model, device=self.config.device, **chosen), **policy)
 
     @property
     def contract(self) -> Contract:
