@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TRAINERS_VENV ?= .venv-trainers
-TRAINER_EXTRAS := trl
+TRAINER_EXTRAS := trl,lora
 TRAINER_TESTS := tests/integrations/test_trl.py
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 

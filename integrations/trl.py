@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 import trl
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl import GRPOTrainer, RLOOTrainer
 
 from ..engine import LLM, Engine, SamplingParams
 from ..kernels.contract import NumericsError
+from ..model.adapter import adapter_state, is_adapted, load_adapter_config
 from ..model.checkpoint import resolve
 from ..model.exact import contract_of, exact_model, load_config
 from ..trainer import token_logprobs
@@ -46,13 +47,12 @@ logger = logging.getLogger(__name__)
 
 OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
 REFUSED = {  # options that must keep their defaults, and what to do
-    "peft_config": "adapters are not exact here; train all weights",
     "quantization_config": "quantised weights have other bits than the rollouts'; leave it out",
     "use_liger_kernel": "it replaces exact ops; leave it out",
     "cast_lm_head_to_fp32": "logits are float32 without it; leave it out",
     "torch_compile": "it rewrites what stands between exact ops; leave it out",
-    "structured_outputs_regex": "the engine has no structured outputs",
-    "vllm_structured_outputs_regex": "the engine has no structured outputs",
+    "structured_outputs_regex": "give token_logprobs the grammar in a loop of your own",
+    "vllm_structured_outputs_regex": "give token_logprobs the grammar in a loop of your own",
     "use_transformers_continuous_batching": "samebits generates; leave it out",
     "deepspeed": "shard with FSDP2",
     "vllm_enable_sleep_mode": "call trainer.vllm_generation.engine.sleep() where memory is short",
@@ -69,8 +69,10 @@ class ExactTrainer:
 
     engine: keywords for `samebits.LLM`; or an `LLM`, an `Engine` or the URL of a `samebits serve` on the model's
     checkpoint. By default an `LLM` of the model's dtype and device. check: compare each rollout with the trainer's
-    log-probs, as bits, before the optimizer moves; a difference is a NumericsError, on every rank. All else is TRL's.
-    Raises ValueError for options that would break the promise, NumericsError where engine and model differ.
+    log-probs, as bits, before the optimizer moves; a difference is a NumericsError, on every rank. All else is TRL's,
+    `peft_config` too: an adapter is exact as it is, and the engine gets the adapter alone.
+    Raises ValueError or UnsupportedModelError for what would break the promise, NumericsError where engine and model
+    differ.
     """
 
     model: Any
@@ -85,6 +87,7 @@ class ExactTrainer:
         if config is None:
             raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
         _refuse(config, kwargs, check)
+        _refuse_adapter(config, model, kwargs.get("peft_config"))
         if engine is None and config.use_vllm and config.vllm_mode == "server":
             engine = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
         own = copy.copy(config)
@@ -180,6 +183,18 @@ def _refuse(config: Any, given: dict, check: bool) -> None:
         )
 
 
+def _refuse_adapter(config: Any, model: Any, peft_config: Any) -> None:
+    """Raise UnsupportedModelError for an adapter that isn't exact, ValueError where its reference can't be scored."""
+    adapted = isinstance(model, nn.Module) and is_adapted(model)
+    if peft_config is not None:
+        load_adapter_config(peft_config)
+    if (adapted or peft_config is not None) and config.beta and _is_filtered(_sampling_params(config)):
+        raise ValueError(
+            "top_p, top_k or min_p with beta > 0 needs a reference model of its own, and an adapter has its base for "
+            "one: leave out the filters, beta or the adapter"
+        )
+
+
 def _is_filtered(params: SamplingParams) -> bool:
     return params.top_p < 1 or params.top_k > 0 or params.min_p > 0
 
@@ -206,7 +221,8 @@ def _exact_parts(trainer: ExactTrainer, config: Any, engine: dict | LLM | Engine
         return exact_model(name, dtype or "float32", config.device)
 
     def add_head(model: PreTrainedModel, **_: Any) -> None:
-        is_policy = model is trainer.model
+        policy = trainer.model.get_base_model() if is_adapted(trainer.model) else trainer.model
+        is_policy = model is policy
         add_exact_head(model, params if is_policy else replace(params, top_p=1.0, top_k=0, min_p=0.0))
 
     def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
@@ -260,6 +276,9 @@ def make_llm(
         engine = RemoteEngine(Client(engine), path)
     if isinstance(engine, dict):
         own = {"model": path, "dtype": str(dtype).removeprefix("torch."), "device": str(accelerator.device)}
+        if is_adapted(model):
+            kept = dtype if mixed and accelerator.is_fsdp2 else next(iter(adapter_state(model).values())).dtype
+            own |= {"adapter": load_adapter_config(model), "adapter_dtype": str(kept).removeprefix("torch.")}
         llm = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
     else:
         llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)

@@ -19,6 +19,7 @@ pytest.importorskip("trl")
 
 import trl
 from packaging.version import Version
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from trl.generation import vllm_client
@@ -56,6 +57,7 @@ def path(checkpoint, tmp_path_factory):
 
 FILTERS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
 HALF = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+ADAPTER = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 RUNS = {
     "float32": {},
     "bfloat16, recomputed activations": HALF | {"gradient_checkpointing": True},
@@ -70,6 +72,8 @@ RUNS = {
     "truncated completions masked": {"mask_truncated_completions": True},
     "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
     "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "adapter": {"trainer": {"peft_config": ADAPTER}, "learning_rate": 0.05},
+    "adapter in bfloat16, KL": HALF | {"trainer": {"peft_config": ADAPTER}, "learning_rate": 0.05, "beta": 0.1},
     "sampling keywords": {"generation_kwargs": {"min_tokens": 3, "stop_token_ids": [7, 9]}},
 }
 RLOO = ("float32", "filters", "KL and filters", "two iterations", "accumulation", "truncated completions masked")
@@ -269,14 +273,15 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"generation_kwargs": {"seed": 1}}, r"generation_kwargs \['seed'\]"),
         (FILTERS | {"beta": 0.1, "num_iterations": 2}, "beta > 0"),
         ({"generation_kwargs": {"min_tokens": 3}, "trainer": {"tools": [print]}}, "min_tokens"),
-        ({"trainer": {"peft_config": "a LoraConfig"}}, "peft_config"),
+        ({"trainer": {"peft_config": LoraConfig(lora_dropout=0.1)}}, "lora_dropout"),
+        ({"trainer": {"peft_config": LoraConfig()}, "beta": 0.1, "top_k": 5}, "reference model of its own"),
         ({"trainer": {"quantization_config": "4 bits"}}, "quantization_config"),
         ({"engine": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
     ],
     ids=str,
 )
 def test_what_would_break_the_promise_is_refused_by_name(path, tmp_path, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         trl_run.make("grpo", path, tmp_path, **options)
 
 
