@@ -97,9 +97,10 @@ PROCESSES = [  # layouts of processes, and the seed of a schedule that mostly ex
 
 
 def test_no_process_changes_a_bit_of_an_adapter(checkpoint, ray_cluster):
+    """Two replicas of two stages each; updates of the adapter alone reach all of them."""
     path = checkpoint("qwen3", num_hidden_layers=3)
     models = [exact_model(path, adapter=lora()), adapted_model(path, seed=1)]
-    layout = {"replicas": 2, "pipeline_parallel_size": 2, "adapter": lora()}
+    layout = {"replicas": 2, "pipeline_parallel_size": 2, "stage_layers": (1, 2), "adapter": lora()}
     check_schedules(path, "float32", models, "processes-adapter", 1, 1, lambda rng: layout)
 
 
