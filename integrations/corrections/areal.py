@@ -37,7 +37,9 @@ def from_areal(config: Mapping[str, Any]) -> Translated:
         ratio: Ratio = TIM if c.use_decoupled_loss else "current/rollout" if bypass else "current/old"
         gates.append(Gate(Statistic(ratio, "k2"), high=c.m2_threshold / 2, average=True))
     notes = {
-        "rejection_sampling is ignored without use_decoupled_loss.": c.rejection_sampling and not c.use_decoupled_loss,
+        "rejection_sampling is ignored without use_decoupled_loss.": (
+            c.rejection_sampling is not None and not c.use_decoupled_loss
+        ),
         "binary_kl is documented, but the configuration's check refuses it.": any(
             gate.statistic.kernel == "binary_kl" for gate in gates
         ),
