@@ -85,7 +85,8 @@ pre { background: var(--code); padding: .7rem; overflow-x: auto; font-size: .84r
   white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer; font-weight: 600; margin-top: 1.4rem } dt { font-weight: 600; margin-top: .5rem }
 dd { margin-left: 1rem } li { overflow-wrap: anywhere }
-@media (max-width: 30rem) { body { padding: 1rem .8rem } td, th { padding: .25rem .3rem; font-size: .78rem } }
+@media (max-width: 30rem) { body { padding: 1rem .8rem } td, th { padding: .25rem; font-size: .72rem }
+  td:first-child, th:first-child { min-width: 6.6rem } .verdict ul { padding-left: 1rem } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --box: #f3f3f3;
   --accent: #064; --code: #f5f5f5 } figure, tr, .verdict { break-inside: avoid }
   details::details-content { content-visibility: visible; display: block } .table { overflow: visible } }

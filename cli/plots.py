@@ -49,7 +49,7 @@ def by_probability(found: Report, format: str = "png") -> bytes:
         ax.plot(
             range(len(rows)), (shape * size).tolist(), "o-", color=_CHOSEN, label="shape 1 - p of equal logit errors"
         )
-        ax.legend(frameon=False)
+        _legend(ax)
     ax.set_xticks(range(len(rows)), [f"{high:g}" for _, high in edges], rotation=60)
     ax.set(xlabel="token probability, up to", ylabel="mean |d|, nats")
     return _bytes(figure, format)
@@ -67,7 +67,7 @@ def feasibility(found: Report, format: str = "png") -> bytes:
     if ax.get_legend_handles_labels()[0]:
         ax.set_yscale("log")
         ax.axhline(1, color=_INK, linewidth=0.6, linestyle=":")
-        ax.legend(frameon=False)
+        _legend(ax)
     return _bytes(figure, format)
 
 
@@ -80,8 +80,8 @@ def cosines(found: Calibration, format: str = "png") -> bytes:
             _interval(ax, y, a.alignment.cosine, a.alignment.interval, _colour(a, found))
     if found.null is not None:
         ax.axvspan(*found.null.interval, color="#888888", alpha=0.25, label="exact rollouts themselves", linewidth=0)
-        ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    ax.set_xlabel("expected cosine of a batch's update with the exact gradient")
+        _legend(ax, above=True)
+    ax.set_xlabel("expected cosine with the exact gradient")
     return _bytes(figure, format)
 
 
@@ -92,7 +92,7 @@ def directions(found: Calibration, format: str = "png") -> bytes:
     for y, a in enumerate(shown):
         if a.alignment is not None and a.alignment.direction_interval is not None:
             _interval(ax, y, a.alignment.direction or 0.0, a.alignment.direction_interval, _colour(a, found))
-    ax.set_xlabel("direction bias: what no batch size and no learning rate mends")
+    ax.set_xlabel("direction bias, in lengths of the gradient")
     return _bytes(figure, format)
 
 
@@ -103,7 +103,7 @@ def kept(found: Calibration, format: str = "png") -> bytes:
     for y, a in enumerate(shown):
         ax.barh(y, 1 - a.metrics["rejected_sequences"], color=_colour(a, found), alpha=0.35, height=0.7)
         ax.barh(y, a.metrics["ess_sequence"], color=_colour(a, found), height=0.3)
-    ax.set(xlim=(0, 1.02), xlabel="sequences kept (wide), effective sample size / n (narrow)")
+    ax.set(xlim=(0, 1.02), xlabel="share of n: kept (wide), effective (narrow)")
     return _bytes(figure, format)
 
 
@@ -115,7 +115,7 @@ def thresholds(found: Calibration, format: str = "png") -> bytes:
         _line(ax, members, "o-", label=family, markersize=3)
     ax.set(xscale="log", xlabel="threshold", ylabel="expected cosine")
     if families:
-        ax.legend(frameon=False, fontsize=7, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+        _legend(ax, above=True, ncols=2, fontsize=8)
     return _bytes(figure, format)
 
 
@@ -191,6 +191,11 @@ def _tensor(values: list[float]) -> Any:
     import torch
 
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _legend(ax: Any, above: bool = False, **how: Any) -> None:
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1)} if above else {}
+    ax.legend(frameon=False, labelcolor=_INK, **place, **how)
 
 
 def _line(ax: Any, points: Iterable[tuple[float, float | None]], style: str = "-", **how: Any) -> None:

@@ -105,7 +105,7 @@ class Gate:
         values = self.statistic.per_token_of(logprobs)
         above_low = torch.ones_like(values, dtype=torch.bool) if self.low is None else values >= self.low
         below_high = torch.ones_like(above_low) if self.high is None else values <= self.high
-        if self.average:
+        if self.average and self.high is not None:
             order = values.argsort(stable=True)
             means = values[order].cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
             return torch.zeros_like(above_low).index_fill_(0, order[means <= self.high], True)

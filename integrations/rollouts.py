@@ -99,7 +99,7 @@ _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
 _FP32 = np.finfo(np.float32)
 _LARGEST_REWARD = 1e12  # differences of larger ones lose the digits that advantages are made of
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above 0; a probability or a negated log-prob lies far above
-_ARRAYS = {  # lowest and highest legal value, in words
+_ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal value, in words
     "mask": (0, 1, "0 or 1, or a boolean, for each token"),
     **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _FP32.max, "a flat list of integers")),
     **dict.fromkeys(

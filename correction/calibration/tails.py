@@ -34,8 +34,7 @@ def pareto_shape(values: Tensor) -> float:
     shape = torch.log1p(-theta[:, None] * excess).mean(1)
     likelihood = count * ((-theta / shape).log() - shape - 1)
     theta = (likelihood.nan_to_num(-torch.inf).softmax(0) * theta).sum()
-    shape = float(torch.log1p(-theta * excess).mean())
-    return (shape * count + 5) / (count + 10)
+    return (float(torch.log1p(-theta * excess).mean()) * count + 5) / (count + 10)
 
 
 def unestimable(weights: Tensor, share: float) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...correction.actions import TIM, Gate, Weight
+from ...correction.losses import Kind
 from ...correction.statistics import Aggregate, Ratio, Statistic
 from .common import Translated, choose, gates_on_ratio, settings_of, translated
 
@@ -24,7 +25,7 @@ def from_areal(config: Mapping[str, Any]) -> Translated:
     """Those settings of an actor that correct; missing ones have AReaL's defaults of September 2026."""
     c = settings_of("AReaL's actor", config, _ACTOR)
     choose("prox_logp_method", c.prox_logp_method, {name: name for name in _METHODS})
-    kind = choose("importance_sampling_level", c.importance_sampling_level, {"token": "ppo", "sequence": "gspo"})
+    kind: Kind = choose("importance_sampling_level", c.importance_sampling_level, {"token": "ppo", "sequence": "gspo"})
     if c.use_sapo_loss and (c.use_decoupled_loss or c.use_cispo_loss):
         raise ValueError("AReaL refuses use_sapo_loss together with use_decoupled_loss or use_cispo_loss")
     kind = "sapo" if c.use_sapo_loss else "cispo" if c.use_cispo_loss else kind
