@@ -18,7 +18,7 @@ from ..kernels.contract import Contract
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _COPY = -20.0  # nats: two draws of a less likely sequence are a copy
-_FOREIGN = 0.5  # nats: no numerical format moves log-probs as far on average; another model or temperature does
+_FOREIGN = 1.0  # nats: no numerical format moves log-probs as far on average; another model or temperature may
 _EXCLUDED = 1e-3  # share of tokens that the given filters would not have let through
 
 

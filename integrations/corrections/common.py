@@ -28,12 +28,14 @@ LEVELS: dict[str, Aggregate] = {"token": "token", "sequence": "sum"}
 
 
 def settings_of(framework: str, config: Mapping[str, Any], defaults: dict[str, Any]) -> SimpleNamespace:
+    """The settings with their defaults. ValueError for unknown ones, with those that are known."""
     if unknown := sorted(set(config) - set(defaults)):
         raise ValueError(f"{framework} has no {', '.join(unknown)}; known are {', '.join(defaults)}")
     return SimpleNamespace(**{**defaults, **config})
 
 
 def choose(what: str, value: Any, choices: Mapping[str, Any]) -> Any:
+    """What a choice stands for. ValueError, which lists the choices, unless it is one of them."""
     require_choice(what, value, choices)
     return choices[value]
 
@@ -44,10 +46,12 @@ def name_of(value: object, choices: Mapping[str, Any]) -> str | None:
 
 
 def cannot(framework: str, what: object) -> NoReturn:
+    """Raise ValueError: the framework has nothing for this."""
     raise ValueError(f"{framework} can't express {what}")
 
 
 def check_ratios(framework: str, mode: Mode, correction: Correction, *allowed: Ratio) -> None:
+    """ValueError unless the correction looks at the allowed ratios alone."""
     if wrong := correction.ratios - set(() if mode == "recompute" else allowed):
         cannot(framework, f"a correction of {' and '.join(sorted(wrong))} in mode {mode}")
 
@@ -58,6 +62,7 @@ def open_bounds(low: float | None, high: float | None) -> tuple[float | None, fl
 
 
 def gates_on_ratio(ratio: Ratio, aggregate: Aggregate, low: float | None, high: float | None) -> list[Gate]:
+    """A gate on the ratio; none where its bounds never bind."""
     bounds = open_bounds(low, high)
     return [] if bounds == (None, None) else [Gate.on_ratio(Statistic(ratio, "log_ratio", aggregate), *bounds)]
 

@@ -198,7 +198,7 @@ def test_mismatch_example_reports_a_real_mismatch_and_an_exact_null(smollm2, tmp
     row = next(line for line in done.stdout.splitlines() if line.startswith("| mean |d|".replace("|d|", "\\|d\\|")))
     engine, exact = (float(cell) for cell in row.split(" | ")[1:3] for cell in [cell.strip(" |")])
     assert engine > 0 == exact
-    for name in ("diagnosis.html", "calibration.html", "diagnosis.png", "calibration.png", "report.md"):
+    for name in ("diagnosis.html", "calibration.html", "calibration.json", "sizes.png", "kept.png", "report.md"):
         assert (tmp_path / name).stat().st_size > 500
 
 
