@@ -96,12 +96,12 @@ _LOGPROBS = {f"{name}_logprobs": name for name in ("rollout", "old", "current", 
 _SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids", "provenance")
 _KEYS = _LOGPROBS | {name: name for name in _SAME}  # in files: in a Rollout
 _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
-_FP32 = np.finfo(np.float32)
+_LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e12  # differences of larger ones lose the digits that advantages are made of
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above 0; a probability or a negated log-prob lies far above
 _ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal value, in words
     "mask": (0, 1, "0 or 1, or a boolean, for each token"),
-    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _FP32.max, "a flat list of integers")),
+    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _LARGEST, "a flat list of integers")),
     **dict.fromkeys(
         _LOGPROBS, (IMPOSSIBLE, _ROUNDING, f"a log-prob for each token: at most 0, at least {IMPOSSIBLE:g}")
     ),
@@ -110,7 +110,7 @@ _ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal val
         _ROUNDING,
         f"a finite log-prob for each token: at most 0, at least {IMPOSSIBLE:g}",
     ),
-    "advantages": (_FP32.min, _FP32.max, "one finite number, or one for each token"),
+    "advantages": (-_LARGEST, _LARGEST, "one finite number, or one for each token"),
 }
 
 
@@ -155,7 +155,9 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
         fields["mask"] = sampled
     group = record.get("group")
     reward = record.get("reward")
-    if reward is not None and not (isinstance(reward, int | float | np.number) and abs(reward) <= _LARGEST_REWARD):
+    if reward is not None and not (
+        isinstance(reward, int | float | np.number) and abs(float(reward)) <= _LARGEST_REWARD
+    ):
         _fail(source, f"reward is {reward!r}", f"a number of at most {_LARGEST_REWARD:g} in size")
     provenance = record.get("provenance")
     if provenance is not None and not isinstance(provenance, Mapping):

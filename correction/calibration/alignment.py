@@ -130,7 +130,7 @@ def _align(
     drift = gram.diag() - square[:, None] - own.influence  # the variance's influence
     cosine, direction = _shape(inner, own.mean, power, reference.mean)
 
-    relative = inner.abs().clamp_min(_TINY)[:, None]
+    relative = torch.where(inner.abs() < _TINY, _TINY, inner)[:, None]
     here = toward / relative - (own.influence + drift / batch) / (2 * power.abs().clamp_min(_TINY)[:, None])
     there = back / relative - reference.influence / (2 * reference.mean.abs().clamp_min(_TINY)[:, None])
     error = _error(here, there, counts, paired) * cosine.abs()

@@ -92,13 +92,12 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     low, high = torch.quantile(resampled[best] - resampled, quantiles, dim=1)
     gap = cosines[best] - cosines
     order = sorted(range(len(known)), key=lambda k: _intervention(assessments[known[k]]))
-    unbiased = [k for k in order if not _biased(found, known[k], limits)]
     level = [k for k in order if gap[k] <= margin and high[k] <= 2 * margin]
-    same = [k for k in level if k in unbiased] or level
-    possible = [
-        k for k in order if k in same or ((low[k] <= 0 or gap[k] <= margin) and (k in unbiased or not unbiased))
-    ]
-    first = possible[0]  # not worse, for certain
+    biased = [k for k in level if _biased(found, known[k], limits)]
+    if len(biased) < len(level):  # there is another choice
+        order = [k for k in order if not _biased(found, known[k], limits)]
+    same = [k for k in level if k in order]
+    first = next(k for k in order if k in same or low[k] <= 0 or gap[k] <= margin)  # not worse, for certain
     name = [assessments[i].name for i in known]
     if first not in same:
         width = float((high[first] - low[first]) / 2)
@@ -110,7 +109,7 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
             f"+- {width:.3f} in expected cosine; about {needed} sequences of each kind would tell"
         )
         return Verdict(reason, needed_sequences=needed)
-    picks = _picks(resampled, [k for k in order if k in unbiased or not unbiased], margin)
+    picks = _picks(resampled, order, margin)
     sure = picks[first] >= _SURE * resampled.shape[1]
     alike = () if sure else (name[first], *(name[k] for k in same if k != first and picks[k]))
     others = [k for k in same if k != first] or [k for k in cosines.argsort(descending=True).tolist() if k != first]
@@ -120,11 +119,8 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
         f"{cosine:.3f} with the exact gradient, within {margin:g} of the best ({name[best]}), and it changes the "
         f"coefficients least ({assessments[known[first]].intervention:.1%})"
     )
-    biased = [name[k] for k in level if k not in unbiased]
-    if biased and unbiased:
-        reason += (
-            f"; {', '.join(biased[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"
-        )
+    if out := [name[k] for k in biased if k not in order]:
+        reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"
     runner_up = name[others[0]] if others else None
     return Verdict(
         reason, name[first], runner_up, alike if len(alike) > 1 else (), _for_half(found, known[first], limits)
