@@ -126,10 +126,12 @@ def write_once(path: Path, rollouts: Iterator[Rollout]) -> None:
         part.rename(path)
 
 
-def write_report(out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str, batch_size: int) -> str:
+def write_report(
+    out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str, batch_size: int, margin: float
+) -> str:
     scorer = exact_model(path)
     found, null = (mismatch.diagnose(file, scorer) for file in (engine, reference))
-    calibrated = calibration.calibrate_files(engine, reference, scorer, batch_size=batch_size)
+    calibrated = calibration.calibrate_files(engine, reference, scorer, batch_size=batch_size, margin=margin)
     chosen = calibrated.result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets("decoupled", calibrated.candidates[chosen])
     first, second = report.diagnosis(found, tokenizer.decode, null), report.calibration(calibrated, snippets)
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("int8", "hf", "vllm"), default="int8")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for --engine vllm")
     parser.add_argument("--batch-size", type=int, default=256, help="sequences in a training batch")
+    parser.add_argument("--margin", type=float, default=0.01, help="difference of cosines that is none in practice")
     parser.add_argument("--prompts", type=int, default=112, help="at most 224")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=12)
@@ -171,7 +174,9 @@ def main() -> None:
     if not engine.exists():
         write_once(engine, rewarded(rollouts(), tokenizer))
     write_once(reference, rewarded(exact_rollouts(path, *sizes), tokenizer))
-    print(write_report(args.out, engine, reference, path, tokenizer, f"{name} against fp32", args.batch_size))
+    print(
+        write_report(args.out, engine, reference, path, tokenizer, f"{name} against fp32", args.batch_size, args.margin)
+    )
 
 
 if __name__ == "__main__":
