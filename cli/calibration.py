@@ -62,13 +62,8 @@ def calibrate_files(
     sides, dropped = origin.shared_groups(*sides)
     if dropped:
         warnings.append(f"{dropped} groups are in one of the two files only, and are left out.")
-    facts = {
-        "mode": mode,
-        "batch_size": batch_size,
-        "seed": seed,
-        "rollouts": str(path),
-        **_kinds("rollouts", sides[0]),
-    }
+    facts = {"mode": mode, "batch_size": batch_size, "seed": seed, **limits, "rollouts": str(path)}
+    facts |= _kinds("rollouts", sides[0])
     if reference is not None:
         facts |= {"reference": str(reference), **_kinds("reference", sides[1])}
     if model is not None:
