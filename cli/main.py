@@ -248,6 +248,9 @@ def diagnose(
     engine: Settings,
     rollouts: Rollouts,
     model: Scorer = None,
+    ratio: Annotated[
+        Literal["old/rollout", "current/rollout", "current/old"], typer.Option(help="The policies to compare.")
+    ] = "old/rollout",
     page: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -259,8 +262,9 @@ def diagnose(
     from . import mismatch, report
 
     params = SamplingParams(**sampling)
+    report.check_target(page)
     scorer, decode = _scorer(model, engine)
-    result = mismatch.diagnose(rollouts, scorer, params)
+    result = mismatch.diagnose(rollouts, scorer, params, ratio=ratio)
     rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
     title = f"Mismatch of {Path(rollouts).name}"
     report.give(console, title, report.diagnosis(result, decode), page, result.summary | rest if as_json else None)
@@ -276,7 +280,10 @@ def calibrate(
     model: Scorer = None,
     mode: Annotated[Literal["decoupled", "bypass"], typer.Option(help="Mode of the loss.")] = "decoupled",
     batch_size: Annotated[int, typer.Option(help="Sequences in a training batch.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    margin: Annotated[float, typer.Option(help="Difference of expected cosines that is none in practice.")] = 0.01,
+    max_bias: Annotated[float, typer.Option(help="Direction bias that is none in practice.")] = 0.05,
+    candidates: Annotated[Path | None, typer.Option(help="JSON with corrections of your own, by name.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of the projections.")] = 0,
     page: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -286,16 +293,19 @@ def calibrate(
     rollout` makes exact rollouts.
     """
     from ..engine import SamplingParams
-    from . import mismatch, report
+    from . import calibration, mismatch, report
 
     params = SamplingParams(**sampling)
+    report.check_target(page)
     scorer, _ = _scorer(model, engine)
-    result, candidates = mismatch.calibrate_files(rollouts, reference, scorer, params, mode, batch_size, seed)
-    chosen = result.verdict.recommended
-    snippets = {} if chosen is None else mismatch.snippets(mode, candidates[chosen])
-    parts = report.calibration(result, snippets)
-    numbers = asdict(result) | {"configurations": snippets} if as_json else None
-    report.give(console, f"Calibration for {Path(rollouts).name}", parts, page, numbers)
+    limits = {"margin": margin, "max_bias": max_bias}
+    found = calibration.calibrate_files(
+        rollouts, reference, scorer, params, mode, batch_size, seed, candidates, **limits
+    )
+    chosen = found.result.verdict.recommended
+    snippets = {} if chosen is None else mismatch.snippets(mode, found.candidates[chosen])
+    numbers = report.calibration_numbers(found, snippets) if as_json else None
+    report.give(console, f"Calibration for {Path(rollouts).name}", report.calibration(found, snippets), page, numbers)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`samebits diagnose` and `samebits calibrate`: files of rollouts to plain numbers. `report.py` shows them."""
+"""`samebits diagnose` and `samebits rollout`: files of rollouts to plain numbers. `report.py` shows them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..correction import Correction, Diagnosis, LogProbs
-from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
 from ..correction.losses import Mode
+from ..correction.statistics import Ratio
 from ..engine import LLM, SamplingParams
 from ..engine.weights.spec import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
+from .provenance import check_ids, provenance_of
 
 TOKENS_PER_BATCH = 1 << 18
 CONTEXT = 12  # tokens shown before a worst token
@@ -45,7 +46,7 @@ def scored(rollouts: Iterable[Rollout], model: PreTrainedModel, params: Sampling
     from ..trainer.rescore import rescore
 
     asked, waiting = itertools.tee(rollouts)
-    scores = rescore(model, map(_pair, asked), params)
+    scores = rescore(model, (pair_of(r, model.config.vocab_size) for r in asked), params)
     for rollout, (logprobs, best) in zip(waiting, scores, strict=True):
         rollout.reference = logprobs.double().numpy()
         rollout.best_token_ids = best.numpy()
@@ -75,21 +76,26 @@ def diagnose(
     params: SamplingParams | None = None,
     worst: int = 20,
     use_tqdm: bool = True,
+    ratio: Ratio = "old/rollout",
 ) -> Report:
-    """Read a file of rollouts once, and measure engine against trainer; with a model, against its exact scores."""
+    """Read a file of rollouts once, and measure engine against trainer; with a model, against its exact scores. ratio:
+    the two policies to compare; those of staleness need the records' current_logprobs."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)
     if model is not None:
         rollouts = scored(rollouts, model, params or SamplingParams())
     bar = tqdm(rollouts, desc="Reading" if model is None else "Scoring", unit="seq", delay=2, disable=not use_tqdm)
-    diagnosis = Diagnosis()
+    diagnosis = Diagnosis(ratio)
     gaps: list[float] = []
     copied = True
     found: list[dict[str, Any]] = []
     for batch in buckets(bar, lambda rollout: len(rollout.token_ids), TOKENS_PER_BATCH):
         lp = packed(batch, trainer)
+        if "current" in ratio and lp.current is None:
+            missing = next(r for r in batch if r.current is None)
+            raise RolloutFormatError(f"{missing.source}: no current_logprobs; expected them for the ratio {ratio}")
         d = diagnosis.add(lp, _flips(batch)[lp.mask])
-        found += _worst(batch, lp, d, worst)
+        found += _worst(batch, lp, d, worst, ratio)
         found = heapq.nlargest(worst, found, key=lambda token: token["abs"])
         if any(r.old is None for r in batch):
             copied = False
@@ -99,7 +105,10 @@ def diagnose(
         if len(d):
             difference = own.values("old") - lp.values("old")
             gaps.append(float(difference.abs().max()))
+    if not diagnosis.sums["all"].any():
+        raise RolloutFormatError(f"{path}: no valid tokens to diagnose; expected rollouts with sampled tokens")
     summary = diagnosis.summary()
+    copied = copied and ratio == "old/rollout"
     copied = copied and (model is None or summary["max_abs"] > 0)  # re-scored and equal: an exact engine's
     hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
     warnings = [f"{_COPIED} {hint}"] if copied else []
@@ -126,11 +135,10 @@ def _flips(rollouts: list[Rollout]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([of(r) for r in rollouts]))
 
 
-def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> list[dict[str, Any]]:
+def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int, ratio: Ratio) -> list[dict[str, Any]]:
     index = lp.mask.nonzero()[:, 0]
     assert lp.offsets is not None
-    engine = lp.values("rollout")
-    trainer = lp.values("old")
+    trainer, engine = (lp.values(policy) for policy in ratio.split("/"))
     tokens = []
     for at in d.abs().topk(min(count, len(d))).indices.tolist():
         row = int(lp.segment[at])
@@ -146,67 +154,13 @@ def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int) -> l
     return tokens
 
 
-def traces(
-    path: str | Path, names: dict[str, int], model: PreTrainedModel | None = None, params: SamplingParams | None = None
-) -> Traces:
-    """A whole file in memory. Advantages as recorded, or the reward less its group's mean. With a model, re-scored and
-    with a sketch of its gradients. names: numbers of the groups seen so far, shared by files of the same prompts."""
-    params = params or SamplingParams()
-    rollouts = read_rollouts(path) if model is None else scored(read_rollouts(path), model, params)
-    kept = list(tqdm(rollouts, desc=f"Scoring {Path(path).name}", unit="seq", delay=2))
-    if not kept:
-        raise RolloutFormatError(f"{path}: no rollouts; expected at least one")
-    lp = packed(kept, "old" if model is None else "reference")
-    groups = None
-    if all(r.group is not None for r in kept):
-        groups = torch.tensor([names.setdefault(str(r.group), len(names)) for r in kept])
-    sketch = None
-    if model is not None:
-        from ..trainer.rescore import gradient_sketch
-
-        parts = gradient_sketch(model, map(_pair, kept), params.temperature or 1.0)
-        bar = tqdm(parts, desc="Sketching gradients", total=len(kept), unit="seq", delay=2)
-        sketch = torch.cat(list(bar))[lp.mask]
-    return Traces(lp, _advantages(kept, groups), sketch, groups)
-
-
-def _pair(rollout: Rollout) -> tuple[list[int], list[int]]:
-    """(prompt, completion) as token ids. Raises RolloutFormatError where there are none."""
+def pair_of(rollout: Rollout, vocab_size: int) -> tuple[list[int], list[int]]:
+    """(prompt, completion) as token ids. Raises RolloutFormatError where there are none, or not the model's."""
     prompt = rollout.prompt_token_ids
+    check_ids(rollout, vocab_size)
     if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
         raise RolloutFormatError(f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids")
     return prompt.tolist(), rollout.token_ids.tolist()
-
-
-def _advantages(rollouts: list[Rollout], groups: torch.Tensor | None) -> torch.Tensor:
-    if all(r.advantages is not None for r in rollouts):
-        return torch.from_numpy(np.concatenate([r.advantages for r in rollouts if r.advantages is not None]))
-    lacking = next((r for r in rollouts if r.reward is None), None)
-    if lacking is not None:
-        raise RolloutFormatError(f"{lacking.source}: no advantages and no reward; expected one of them")
-    from ..trainer.rl.losses import advantages
-
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-    group = torch.zeros(len(rewards), dtype=torch.long) if groups is None else groups
-    return advantages(rewards, group, "group")[:, None]
-
-
-def calibrate_files(
-    path: str | Path,
-    reference: str | Path | None,
-    model: PreTrainedModel | None = None,
-    params: SamplingParams | None = None,
-    mode: Mode = "decoupled",
-    batch_size: int = 256,
-    seed: int = 0,
-) -> tuple[Calibration, dict[str, Correction]]:
-    """The calibration of a file of traces against one of exact rollouts, and the candidates by name."""
-    names: dict[str, int] = {}
-    engine = traces(path, names, model, params)
-    truth = None if reference is None else traces(reference, names, model, params)
-    candidates = candidate_grid(engine.logprobs, mode)
-    result = calibrate(engine, candidates, truth, mode=mode, batch_size=batch_size, seed=seed)
-    return result, candidates
 
 
 def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> int:
@@ -214,6 +168,7 @@ def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> i
     with prompts.open("rb") as file:
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
     outputs = llm.generate(list(asked.values()), params)
+    provenance = provenance_of(llm.weight_checksums(), llm.contract, params)
 
     def rollouts() -> Iterator[Rollout]:
         for group, output in zip(asked, outputs, strict=True):
@@ -222,7 +177,9 @@ def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> i
                     raise FloatingPointError(f"{prompts}:{group}: {c.stop_reason}")
                 logprobs = np.array(c.logprobs)
                 prompt = np.array(output.prompt_token_ids)
-                yield Rollout(np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group))
+                yield Rollout(
+                    np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group), provenance=provenance
+                )
 
     write_rollouts(out, rollouts())
     return sum(len(o.completions) for o in outputs)
@@ -247,7 +204,8 @@ def snippets(mode: Mode, correction: Correction) -> dict[str, str]:
     frameworks = {
         "verl: algorithm.rollout_correction": (c.to_verl, c.from_verl),
         "TRL: GRPOConfig": (c.to_trl, c.from_trl),
-        "Miles / slime: arguments": (c.to_miles, c.from_miles),
+        "Miles: arguments": (c.to_miles, c.from_miles),
+        "slime: arguments": (c.to_slime, c.from_slime),
     }
     texts = {}
     for framework, (write, read) in frameworks.items():

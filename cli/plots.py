@@ -1,23 +1,17 @@
-"""The pictures of a report and of a training run: PNG, drawn by matplotlib."""
+"""The figures of a report and of a training run, drawn by matplotlib: one for each question."""
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ..correction.calibration import Assessment, Calibration
-from ..correction.calibration.assess import CONTRIBUTION_EDGES
 from ..correction.diagnose import predicted_chi2
+from ..correction.pruning import envelope
 from .mismatch import Report
 
-BY_THRESHOLD: dict[str, Callable[[Assessment], float | None]] = {
-    "expected cosine": lambda a: a.alignment.cosine if a.alignment else None,
-    "direction bias": lambda a: a.alignment.direction if a.alignment else None,
-    "sequences kept": lambda a: 1 - a.metrics["rejected_sequences"],
-    "exact sequences kept": lambda a: a.accepted_exact,
-}
 BY_STEP = (
     ("reward", "validation"),
     ("max_difference",),
@@ -26,92 +20,182 @@ BY_STEP = (
     ("grad_norm",),
     ("rollout_tokens_per_second", "train_tokens_per_second"),
 )
+_SHOWN = 12  # candidates in a figure
+_CHOSEN = "#1f9d5c"
+_OTHERS = "#4a7fb5"
+_INK = "#123123"  # stands for the page's text colour
+_FAMILIES = 8
 
 
-def diagnosis(found: Report) -> bytes:
-    """Sizes, by token probability, and what sequence weights would cost."""
+def sizes(found: Report, format: str = "png") -> bytes:
+    """The share of tokens that differ by more than each amount."""
+    figure, ax = _figure((5.2, 3.2))
+    ax.plot(*found.survival, color=_OTHERS)
+    scale = "log" if found.summary["max_abs"] else "linear"  # there is no logarithm of an exact engine's
+    ax.set(xscale="log", yscale=scale, xlabel="|d|, nats", ylabel="share of tokens above")
+    return _bytes(figure, format)
+
+
+def by_probability(found: Report, format: str = "png") -> bytes:
+    """The mean difference by the token's probability, and the envelope of logits that are off by one amount."""
+    figure, ax = _figure((5.2, 3.4))
+    rows = found.summary["by_probability"]
+    edges = [tuple(map(float, row["bin"].split(" to "))) for row in rows]
+    ax.bar(range(len(rows)), [row["mean_abs"] for row in rows], color=_OTHERS, label="measured")
+    if found.summary["max_abs"]:
+        middles = _tensor([(low + high) / 2 for low, high in edges])
+        shape = envelope(middles, 0.5)
+        size = max(row["mean_abs"] for row in rows) / float(shape.max())
+        ax.plot(
+            range(len(rows)), (shape * size).tolist(), "o-", color=_CHOSEN, label="shape 1 - p of equal logit errors"
+        )
+        _legend(ax)
+    ax.set_xticks(range(len(rows)), [f"{high:g}" for _, high in edges], rotation=60)
+    ax.set(xlabel="token probability, up to", ylabel="mean |d|, nats")
+    return _bytes(figure, format)
+
+
+def feasibility(found: Report, format: str = "png") -> bytes:
+    """What the weights of whole sequences would cost, by length."""
     summary = found.summary
-    figure, (size, probability, feasibility) = _figure(1, 3, (14, 3.8))
-    scale = "log" if summary["max_abs"] else "linear"  # there is no logarithm of an exact engine's
-    size.plot(*found.survival)
-    size.set(xscale="log", yscale=scale, xlabel="|d|", ylabel="share of tokens above", title="size")
-    rows = summary["by_probability"]
-    probability.bar([r["bin"].split(" to ")[1] for r in rows], [r["mean_abs"] for r in rows])
-    probability.set(xlabel="token probability, up to", ylabel="mean |d|", title="by token probability")
-    probability.tick_params(axis="x", rotation=60)
-    predicted = [(2**i, predicted_chi2(summary["k3"], 2**i)) for i in range(4, 15)]
-    _line(feasibility, [(t, c) for t, c in predicted if c < 1e12], label="exp(2 K3 T) - 1")
-    _line(feasibility, [(summary["mean_length"], summary["chi2_sequence"])], "o", label="measured")
-    feasibility.set(xscale="log", yscale=scale, xlabel="tokens in a sequence", ylabel="chi2 of a sequence")
-    feasibility.set_title("feasibility of sequence weights")
-    feasibility.legend()
-    return _png(figure)
+    figure, ax = _figure((5.2, 3.2))
+    predicted = [(2 ** (i / 4), predicted_chi2(summary["k3"], 2 ** (i / 4))) for i in range(61)]
+    _line(ax, [(t, c) for t, c in predicted if 0 < c < 1e6], color=_OTHERS, label="exp(2 K3 T) - 1")
+    measured = [(summary["mean_length"], summary["chi2_sequence"] or None)]
+    _line(ax, measured, "o", color=_CHOSEN, label="measured")
+    ax.set(xscale="log", xlabel="tokens in a sequence", ylabel="chi2 of its weight")
+    if ax.get_legend_handles_labels()[0]:
+        ax.set_yscale("log")
+        ax.axhline(1, color=_INK, linewidth=0.6, linestyle=":")
+        _legend(ax)
+    return _bytes(figure, format)
 
 
-def calibration(found: Calibration) -> bytes:
-    """Alignment with the exact gradient and acceptance, by threshold; what is dropped, by length and by prompt; the
-    zero-centred contribution C(r) by the advantage's sign. The band is exact rollouts against exact ones."""
-    figure, axes = _figure(2, 4, (21, 9.5))
-    for ax, (title, value) in zip(axes[0], BY_THRESHOLD.items(), strict=True):
-        for family, members in _families(found).items():
-            _line(ax, [(threshold, value(a)) for threshold, a in members], "o-", label=family)
-        ax.set(xscale="log", xlabel="threshold", title=title)
+def cosines(found: Calibration, format: str = "png") -> bytes:
+    """Each candidate's expected cosine, with its interval; the band is exact rollouts against exact ones."""
+    shown = shown_candidates(found)
+    figure, ax = _rows(shown, found)
+    for y, a in enumerate(shown):
+        if a.alignment is not None:
+            _interval(ax, y, a.alignment.cosine, a.alignment.interval, _colour(a, found))
     if found.null is not None:
-        axes[0][0].axhspan(*found.null.interval, color="tab:gray", alpha=0.2, label="exact against exact")
-    by_length, by_prompt, *by_sign = axes[1]
-    rejecting = [a for a in found.assessments if a.metrics["rejected_sequences"] > 0.05]
-    for a in sorted(rejecting, key=lambda a: a.metrics["rejected_sequences"])[:8]:
-        _line(by_length, enumerate(a.accepted_by_length, 1), label=a.name)
-        _line(by_prompt, enumerate(a.accepted_by_group), label=a.name)
-    by_length.set(xlabel="length, decile", ylabel="share of sequences kept", title="acceptance by length")
-    by_prompt.set(xlabel="prompt, decile", ylabel="share of sequences kept", title="acceptance by prompt")
-    for side, ax in enumerate(by_sign):
-        _contributions(ax, found, side)
-    for ax in axes.flat:
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=7)
-    return _png(figure)
+        ax.axvspan(*found.null.interval, color="#888888", alpha=0.25, label="exact rollouts themselves", linewidth=0)
+        _legend(ax, above=True)
+    ax.set_xlabel("expected cosine with the exact gradient")
+    return _bytes(figure, format)
+
+
+def directions(found: Calibration, format: str = "png") -> bytes:
+    """Each candidate's direction bias, with its interval."""
+    shown = shown_candidates(found)
+    figure, ax = _rows(shown, found)
+    for y, a in enumerate(shown):
+        if a.alignment is not None and a.alignment.direction_interval is not None:
+            _interval(ax, y, a.alignment.direction or 0.0, a.alignment.direction_interval, _colour(a, found))
+    ax.set_xlabel("direction bias, in lengths of the gradient")
+    return _bytes(figure, format)
+
+
+def kept(found: Calibration, format: str = "png") -> bytes:
+    """The share of sequences that each candidate keeps, and its effective sample size."""
+    shown = shown_candidates(found)
+    figure, ax = _rows(shown, found)
+    for y, a in enumerate(shown):
+        ax.barh(y, 1 - a.metrics["rejected_sequences"], color=_colour(a, found), alpha=0.35, height=0.7)
+        ax.barh(y, a.metrics["ess_sequence"], color=_colour(a, found), height=0.3)
+    ax.set(xlim=(0, 1.02), xlabel="share of n: kept (wide), effective (narrow)")
+    return _bytes(figure, format)
+
+
+def thresholds(found: Calibration, format: str = "png") -> bytes:
+    """The expected cosine by threshold, a line per family; the families with the best cosines."""
+    figure, ax = _figure((5.2, 4.0))
+    families = sorted(_families(found).items(), key=lambda item: -max(c for _, c in item[1]))[:_FAMILIES]
+    for family, members in families:
+        _line(ax, members, "o-", label=family, markersize=3)
+    ax.set(xscale="log", xlabel="threshold", ylabel="expected cosine")
+    if families:
+        _legend(ax, above=True, ncols=2, fontsize=8)
+    return _bytes(figure, format)
 
 
 def curves(rows: list[dict[str, float]]) -> bytes:
     """The metrics of a training run's steps."""
-    figure, axes = _figure(2, 3, (12, 6))
+    figure, axes = _figure((12, 6), 2, 3)
     for ax, names in zip(axes.flat, BY_STEP, strict=True):
         for name in names:
             _line(ax, [(row["step"], row.get(name)) for row in rows], ".-", label=name.replace("_", " "))
         ax.set_xlabel("step")
         ax.legend(frameon=False)
-    return _png(figure)
+    return _bytes(figure, "png")
 
 
 def ranked(found: Calibration) -> list[Assessment]:
-    """The assessments, best first: by expected cosine, or by intervention where there is none."""
-    return sorted(found.assessments, key=lambda a: -(a.alignment.cosine if a.alignment else -a.intervention))
+    """The assessments, best first: by expected cosine, those without one last, by intervention."""
+    return sorted(
+        found.assessments,
+        key=lambda a: (a.alignment is None, -(a.alignment.cosine if a.alignment else -a.intervention), a.name),
+    )
 
 
-def _families(found: Calibration) -> dict[str, list[tuple[float, Assessment]]]:
-    """Family -> its (threshold, assessment)."""
-    families: dict[str, list[tuple[float, Assessment]]] = defaultdict(list)
+def shown_candidates(found: Calibration) -> list[Assessment]:
+    """The best candidates, with the recommended one and "none" always among them; best first."""
+    order = ranked(found)
+    always = {found.verdict.recommended, *found.verdict.any_of, "none"}
+    forced = [a for a in order if a.name in always]
+    rest = [a for a in order if a.name not in always][: max(0, _SHOWN - len(forced))]
+    return [a for a in order if a in forced or a in rest]
+
+
+def _families(found: Calibration) -> dict[str, list[tuple[float, float]]]:
+    """Family -> its (threshold, expected cosine)."""
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for a in found.assessments:
         family, _, threshold = a.name.partition("@")
-        if threshold:
-            families[family].append((float(threshold), a))
+        if a.alignment is not None and _is_number(threshold):
+            families[family].append((float(threshold), a.alignment.cosine))
     return families
 
 
-def _contributions(ax: Any, found: Calibration, side: int) -> None:
-    """Before and after the best candidate, and of exact rollouts, whose C is 0 but for staleness."""
-    best = found.verdict.recommended or ranked(found)[0].name
-    shown = {a.name: a.contributions for a in found.assessments if a.name in ("none", best)}
-    if found.exact_contributions is not None:
-        shown["exact rollouts"] = found.exact_contributions
-    starts = (2 * CONTRIBUTION_EDGES[0], *CONTRIBUTION_EDGES)  # of the bins; the first one has none
-    for name, sides in shown.items():
-        total = max(1, sum(sides[side]))
-        ax.step(starts, [count / total for count in sides[side]], where="post", label=name)
-    ax.set_xscale("symlog", linthresh=1e-4)
-    ax.set(xlabel="C(r) = -(r - 1) A", ylabel="share of tokens", yscale="log")
-    ax.set_title(f"zero-centred contribution, A {'><'[side]} 0")
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def _colour(a: Assessment, found: Calibration) -> str:
+    return _CHOSEN if a.name in (found.verdict.recommended, *found.verdict.any_of) else _OTHERS
+
+
+def _rows(shown: list[Assessment], found: Calibration) -> tuple[Any, Any]:
+    """A figure with a row for each candidate, the best at the top."""
+    figure, ax = _figure((5.2, 1.2 + 0.27 * len(shown)))
+    labels = [f"{a.name} (not estimable)" if a.unestimable else a.name for a in shown]
+    ax.set_yticks(range(len(shown)), labels)
+    for label, a in zip(ax.get_yticklabels(), shown, strict=True):
+        if a.name == found.verdict.recommended:
+            label.set(fontweight="bold", color=_CHOSEN)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.grid(axis="x", alpha=0.25)
+    return figure, ax
+
+
+def _interval(ax: Any, y: float, value: float, interval: tuple[float, float], colour: str) -> None:
+    low, high = interval
+    ax.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="round")
+    ax.plot([value], [y], "o", color=colour)
+
+
+def _tensor(values: list[float]) -> Any:
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _legend(ax: Any, above: bool = False, **how: Any) -> None:
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1)} if above else {}
+    ax.legend(frameon=False, labelcolor=_INK, **place, **how)
 
 
 def _line(ax: Any, points: Iterable[tuple[float, float | None]], style: str = "-", **how: Any) -> None:
@@ -121,16 +205,27 @@ def _line(ax: Any, points: Iterable[tuple[float, float | None]], style: str = "-
         ax.plot(*zip(*known, strict=True), style, **how)
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'samebits[report]'") from error
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+    style = dict.fromkeys(ink, _INK) | {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, figure.subplots(rows, columns)
 
 
-def _png(figure: Any) -> bytes:
+def _bytes(figure: Any, format: str) -> bytes:
+    """The file. SVG has its text as text, in the colour of the page around it, and is the same bytes every time."""
+    import matplotlib
+
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100, bbox_inches="tight")
-    return buffer.getvalue()
+    if format == "png":
+        figure.savefig(buffer, format="png", dpi=130)
+        return buffer.getvalue()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "samebits"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue().replace(_INK.encode(), b"currentColor")

@@ -1,45 +1,26 @@
-"""What `samebits diagnose` and `samebits calibrate` found, as a list of parts, and the markdown that shows them on a
-console, in a file, or as a self-contained HTML page with plots."""
+"""What `samebits diagnose` and `samebits calibrate` found, as a list of parts: the same facts on a console, in
+markdown, as JSON, and (`page.py`) as HTML with figures."""
 
 from __future__ import annotations
 
-import base64
-import html
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.markdown import Markdown
 
-from ..correction.calibration import Assessment, Calibration
+from ..correction.calibration import Assessment
 from . import plots
+from .calibration import Calibrated
 from .mismatch import Report
+from .page import Part, Plot, Text, page
 
-
-@dataclass(frozen=True)
-class Text:
-    """A title and markdown. detail: a console leaves it out."""
-
-    title: str
-    text: str
-    detail: bool = False
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure of a report. draw: -> PNG; not called for a console."""
-
-    title: str
-    name: str
-    draw: Callable[[], bytes]
-
-
-Part = Text | Plot
 Decode = Callable[[list[int]], str]
 
 
@@ -75,18 +56,41 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
         rows.append([f"|d| at quantile {q}", *(number(s["quantiles"][q]) for s in summaries)])
     if found.trainer_gap is not None:
         rows.append(["max |exact score - trainer's own|", *(number(r.trainer_gap) for r in columns.values())])
-    parts: list[Part] = [Text("Warning", _list(found.warnings))] if found.warnings else []
-    parts.append(Text("Mismatch", _table(("d = log-prob of the trainer - of the engine", *columns), rows)))
-    parts.append(Plot("How large, and where", "diagnosis", lambda: plots.diagnosis(found)))
+    above, below = found.summary["ratio"].split("/")
+    parts: list[Part] = [_mismatch_verdict(found)]
+    parts += [Text("Warning", _list(found.warnings))] if found.warnings else []
+    parts.append(Text("Mismatch", _table((f"d = log-prob of {above} - of {below}", *columns), rows)))
+    parts.append(Plot("How large are the differences?", "sizes", partial(plots.sizes, found)))
+    parts.append(Plot("Which tokens differ?", "by_probability", partial(plots.by_probability, found)))
+    parts.append(Plot("Could whole sequences be weighted?", "feasibility", partial(plots.feasibility, found)))
     for key, name in (("by_probability", "token probability"), ("by_position", "position"), ("by_length", "length")):
         bins = [[number(row[c]) for c in _BIN_COLUMNS] for row in found.summary[key]]
-        parts.append(Text(f"By {name}", _table(_BIN_COLUMNS, bins)))
-    worst = [
-        [*(number(w[key]) for key in ("abs", "rollout_logprob", "trainer_logprob", "position")), _in_context(w, decode)]
-        for w in found.worst
-    ]
+        parts.append(Text(f"By {name}", _table(_BIN_COLUMNS, bins), detail=key != "by_probability"))
+    seen: set[tuple[Any, ...]] = set()
+    worst = []
+    for w in found.worst:
+        place = (*w["context"], w["token_id"])
+        if place not in seen:  # samples of one prompt share its start
+            seen.add(place)
+            cells = (number(w[key]) for key in ("abs", "rollout_logprob", "trainer_logprob", "position"))
+            worst.append([*cells, _in_context(w, decode)])
     header = ("|d|", "engine", "trainer", "position", "token, in context")
-    return [*parts, Text("Largest differences", _table(header, worst))]
+    return [*parts, Text("Largest differences", _table(header, worst), detail=True)]
+
+
+def _mismatch_verdict(found: Report) -> Text:
+    """The answer in a sentence: is there a mismatch, and would whole sequences' weights work?"""
+    s = found.summary
+    what = "mismatch" if s["ratio"] == "old/rollout" else "difference"
+    if s["max_abs"] == 0:
+        return Text(f"No {what}", f"All {s['tokens']:,} tokens have the same log-probs on both sides.", verdict=True)
+    ess = s["ess_sequence"]
+    text = (
+        f"Log-probs differ by {s['mean_abs']:.3g} nats on average and by {s['max_abs']:.3g} at most, over "
+        f"{s['tokens']:,} tokens of {s['sequences']:,} sequences. Weighted by their ratios, sequences would count as "
+        f"{ess:.0%} of their number. Whether that matters for training, and what to set, `samebits calibrate` says."
+    )
+    return Text(f"There is a {what}: K3 = {s['k3']:.3g} nats per token", text, verdict=True)
 
 
 def _in_context(w: dict[str, Any], decode: Decode | None) -> str:
@@ -98,13 +102,13 @@ def _in_context(w: dict[str, Any], decode: Decode | None) -> str:
 
 _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
     "candidate": lambda a: a.name,
-    "expected cosine": lambda a: a.alignment and _interval(a.alignment.cosine, a.alignment.interval),
-    "direction bias": lambda a: a.alignment and a.alignment.direction,
+    "expected cosine": lambda a: _interval(a.alignment.cosine, a.alignment.interval) if a.alignment else _lacking(a),
+    "direction bias": lambda a: a.alignment and _bias(a.alignment.direction, a.alignment.direction_interval),
+    "sequences kept": lambda a: 1 - a.metrics["rejected_sequences"],
+    "intervention": lambda a: a.intervention,
+    "ESS / n": lambda a: a.metrics["ess_sequence"],
     "scale": lambda a: a.alignment and a.alignment.scale,
     "noise / signal": lambda a: a.alignment and a.alignment.noise,
-    "sequences kept": lambda a: 1 - a.metrics["rejected_sequences"],
-    "ESS / n": lambda a: a.metrics["ess_sequence"],
-    "intervention": lambda a: a.intervention,
     "coefficient error": lambda a: a.coefficient_error,
     "exact sequences kept": lambda a: a.accepted_exact,
     "tokens kept": lambda a: 1 - a.metrics["rejected_tokens"],
@@ -116,40 +120,90 @@ _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
     "C(r), A > 0": lambda a: a.contribution_means[0],
     "C(r), A < 0": lambda a: a.contribution_means[1],
 }
-_BRIEF = 8  # columns of the first table
+_BRIEF = 5  # columns of the first table
+_BEST = 12  # rows of it
 
 
-def calibration(found: Calibration, snippets: dict[str, str]) -> list[Part]:
+def calibration(found: Calibrated, snippets: dict[str, str]) -> list[Part]:
     """Make the report of a calibration. snippets: framework -> configuration text."""
-    verdict = found.verdict
-    lines = [f"recommended: {verdict.recommended}" if verdict.recommended else "no recommendation", verdict.reason]
-    if verdict.runner_up:
-        lines.append(f"runner-up: {verdict.runner_up}")
-    if found.null is not None:
-        halves = _interval(found.null.cosine, found.null.interval)
-        lines.append(f"expected cosine of exact rollouts themselves, one half against the other: {halves}")
-    star = f"C* = sqrt(2 (1 + chi2)) = {found.optimal_truncation:.3g}"
-    lines.append(f"chi2 of a sequence: {number(found.chi2_sequence)}; {star}")
-    for family, (best, low, high) in (found.optima or {}).items():
-        lines.append(f"{family}: best threshold {best}, 90 % of resamples within [{low}, {high}]")
+    result = found.result
     names = list(_COLUMNS)
-    return [
-        Text("Verdict", _list(lines)),
-        Plot("Alignment, thresholds and what is dropped", "calibration", lambda: plots.calibration(found)),
-        Text("Candidates", _candidates(found, names[:_BRIEF])),
-        Text("Candidates, in detail", _candidates(found, [names[0], *names[_BRIEF:]]), detail=True),
-        *(Text(framework, f"```\n{text}\n```") for framework, text in snippets.items()),
-    ]
+    brief = [a.name for a in plots.shown_candidates(result)]
+    parts: list[Part] = [Text(result.verdict.headline, _verdict(found), verdict=True)]
+    parts += [Text("Warning", _list(found.warnings))] if found.warnings else []
+    parts += [Text(f"What to set in {framework}", f"```\n{text}\n```") for framework, text in snippets.items()]
+    if any(a.alignment for a in result.assessments):
+        parts.append(Plot("How close is each to the exact gradient?", "cosines", partial(plots.cosines, result)))
+        parts.append(Plot("Which turn its direction?", "directions", partial(plots.directions, result)))
+    parts.append(Plot("What does each throw away?", "kept", partial(plots.kept, result)))
+    if any(a.alignment for a in result.assessments):
+        parts.append(Plot("How much does the threshold matter?", "thresholds", partial(plots.thresholds, result)))
+    parts.append(Text("Candidates", _candidates(found, names[:_BRIEF], brief)))
+    every = [a.name for a in result.assessments]
+    parts.append(Text("All candidates", _candidates(found, names[:_BRIEF], every), detail=True))
+    parts.append(Text("All candidates, in detail", _candidates(found, [names[0], *names[_BRIEF:]], every), detail=True))
+    star = f"C* = sqrt(2 (1 + chi2)) = {result.optimal_truncation:.3g}"
+    facts = [f"{name.replace('_', ' ')}: {number(value)}" for name, value in found.provenance.items()]
+    facts.append(f"chi2 of a sequence's weight: {number(result.chi2_sequence)}; {star}")
+    return [*parts, Text("What this was made from", _list(facts))]
 
 
-def _candidates(found: Calibration, names: list[str]) -> str:
-    rows = [[number(_COLUMNS[name](a)) for name in names] for a in plots.ranked(found)]
-    return _table(names, rows, found.verdict.recommended)
+def calibration_numbers(found: Calibrated, snippets: dict[str, str]) -> dict[str, Any]:
+    """All facts of a calibration as plain data: the report's, and every candidate's exact settings."""
+    numbers = asdict(found.result)
+    for row in numbers["assessments"]:
+        row["correction"] = asdict(found.candidates[row["name"]])
+    numbers["verdict"] = {"headline": found.result.verdict.headline, **numbers["verdict"]}
+    return numbers | {"provenance": found.provenance, "warnings": found.warnings, "configurations": snippets}
+
+
+def _verdict(found: Calibrated) -> str:
+    """What to know after a minute: what to do, how sure that is, what would make it surer."""
+    result = found.result
+    verdict = result.verdict
+    reason = verdict.reason[:1].upper() + verdict.reason[1:]
+    lines = [f"{reason}."]
+    if verdict.any_of:
+        lines.append(
+            f"Any of these will do, the data can't tell which: {', '.join(verdict.any_of)}; the first changes least."
+        )
+    elif verdict.runner_up:
+        lines.append(f"Next to it: {verdict.runner_up}.")
+    chosen = next((a for a in result.assessments if a.name == verdict.recommended), None)
+    if chosen is not None and chosen.alignment is not None:
+        low, high = (min(1.0, v) for v in chosen.alignment.interval)
+        lines.append(f"How sure: the cosine lies between {low:.3f} and {high:.3f} (95 % interval).")
+    if result.null is not None:
+        lines.append(f"Exact rollouts themselves reach {_interval(result.null.cosine, result.null.interval)}.")
+    if verdict.needed_sequences:
+        lines.append(
+            f"Surer: about {verdict.needed_sequences:,} sequences of each kind, better more prompts than more samples."
+        )
+    lost = [a.name for a in result.assessments if a.unestimable]
+    if lost:
+        lines.append(f"Without a figure, as no interval would hold: {', '.join(lost)}.")
+    return _list(lines)
+
+
+def _candidates(found: Calibrated, names: list[str], shown: list[str]) -> str:
+    rows = [[number(_COLUMNS[name](a)) for name in names] for a in plots.ranked(found.result) if a.name in shown]
+    return _table(names, rows, found.result.verdict.recommended)
 
 
 def _interval(value: float, interval: tuple[float, float]) -> str:
     cosines = [min(1.0, max(-1.0, v)) for v in (value, *interval)]  # the estimates may lie outside
     return "{:.3f} [{:.3f}, {:.3f}]".format(*cosines)
+
+
+def _bias(value: float | None, interval: tuple[float, float] | None) -> str:
+    if value is None or interval is None:
+        return "-"
+    low, high = interval
+    return f"< {high:.3f}" if low == 0 else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _lacking(a: Assessment) -> str:
+    return f"not estimable: {a.unestimable}" if a.unestimable else "-"
 
 
 # --- how it is shown -------------------------------------------------------------------------------------------------
@@ -188,28 +242,24 @@ def give(console: Console, title: str, parts: list[Part], target: Path | None, n
     if numbers is None:
         show(console, parts)
     else:
-        print(json.dumps(numbers))
+        print(strict_json(numbers))
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1 { font-size: 1.5rem } h3 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100% }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem }
-table, pre { display: block; overflow-x: auto }
-td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left }
-pre { background: #f5f5f5; padding: .7rem }
-ul { border-left: 4px solid #3a7; padding: .3rem 2rem; background: #f4faf6 }
-"""
+def strict_json(numbers: dict[str, Any]) -> str:
+    """JSON as RFC 8259 has it: null where a number is infinite or none."""
+    return json.dumps(_finite(numbers), allow_nan=False)
 
 
-def page(title: str, parts: list[Part]) -> str:
-    """A self-contained HTML page."""
-    name = html.escape(title)
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(parts, _embedded))
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-    return f"{head}<body><h1>{name}</h1>{body}</body></html>"
+def check_target(target: Path | None) -> None:
+    """ValueError if a page couldn't be written: before all the work."""
+    if target is not None and not target.absolute().parent.is_dir():
+        raise ValueError(f"{target}: no such folder; make it first")
 
 
-def _embedded(plot: Plot) -> str:
-    return f"data:image/png;base64,{base64.b64encode(plot.draw()).decode()}"
+def _finite(value: Any) -> Any:
+    """Plain data without what JSON lacks: null where a number is infinite or none."""
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

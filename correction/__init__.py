@@ -4,10 +4,11 @@ Stands alone: torch is all it imports. `samebits.correction.calibration` chooses
 """
 
 from .actions import PRESETS, Corrected, Correction, Gate, Weight, preset
+from .baseline import optimal_token_baseline
 from .diagnose import Diagnosis
-from .losses import PolicyLoss, contribution, effective_coefficients, policy_loss
+from .losses import PolicyLoss, contribution, effective_coefficients, expected_score, policy_loss
 from .metrics import correction_metrics, summarize
-from .pruning import prune_logits, safe_set
+from .pruning import envelope, prune_logits, replay_mask, safe_set
 from .statistics import LogProbs, Statistic
 
 __all__ = [
@@ -23,9 +24,13 @@ __all__ = [
     "contribution",
     "correction_metrics",
     "effective_coefficients",
+    "envelope",
+    "expected_score",
+    "optimal_token_baseline",
     "policy_loss",
     "preset",
     "prune_logits",
+    "replay_mask",
     "safe_set",
     "summarize",
 ]

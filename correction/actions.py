@@ -14,6 +14,7 @@ from .statistics import LogProbs, Ratio, Statistic, exp, require_choice, wide
 
 Denominator = Literal["original", "kept"]
 Outside = Literal["clip", "zero", "keep"]
+Side = Literal["any", "negative", "outward"]
 AllReduce = Callable[[Tensor], Tensor]  # the sum of a tensor over data-parallel ranks
 
 
@@ -45,14 +46,16 @@ class Weight:
         """The bounds of the ratio, 0 and inf where they are open."""
         return self.low or 0.0, math.inf if self.high is None else self.high
 
+    def bounded(self, ratio: Tensor) -> Tensor:
+        """What becomes of ratios, elementwise."""
+        low, high = self.bounds
+        if self.outside == "zero":
+            return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+        return ratio.clamp(low, high) if self.outside == "clip" else ratio
+
     def of(self, logprobs: LogProbs, all_reduce: AllReduce | None = None) -> Tensor:
         """fp64 [valid tokens] or [sequences], as the statistic."""
-        raw = exp(self.statistic.of(logprobs))
-        low, high = self.bounds
-        if self.outside == "clip":
-            raw = raw.clamp(low, high)
-        elif self.outside == "zero":
-            raw = torch.where((raw >= low) & (raw <= high), raw, 0.0)
+        raw = self.bounded(exp(self.statistic.of(logprobs)))
         if self.normalize:
             counted = raw if self.statistic.per_token else raw[logprobs.lengths > 0]
             total = torch.stack((counted.sum(), counted.new_tensor(float(len(counted)))))
@@ -63,21 +66,27 @@ class Weight:
 
 @dataclass(frozen=True)
 class Gate:
-    """Keeps tokens (statistic per token) or whole sequences (otherwise) with low <= statistic <= high.
+    """Keeps tokens, or whole sequences for a statistic per sequence, with low <= statistic <= high.
 
-    Bounds are on the statistic as named; `Gate.on_ratio` takes them for the ratio instead. only_negative: tokens with
-    advantage >= 0 stay in any case.
+    Bounds are on the statistic as named; `Gate.on_ratio` takes them for the ratio instead. side: "negative" drops
+    tokens with A < 0 only; "outward" holds A > 0 against the upper bound and the others against the lower one, so that
+    only what moves further away is dropped (DPPO). average: `high` bounds the mean of what is kept in the batch at
+    hand: the largest values are dropped until it holds (M2PO).
     """
 
     statistic: Statistic
     low: float | None = None
     high: float | None = None
-    only_negative: bool = False
+    side: Side = "any"
+    average: bool = False
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
             raise ValueError("a gate needs a bound")
         _check_bounds(self.low, self.high)
+        require_choice("side", self.side, Side)
+        if self.average and (self.low is not None or self.side != "any"):
+            raise ValueError("a gate on the average of what is kept has an upper bound alone, on any side")
         if self.low is not None and self.statistic.kernel in ("k2", "k3", "abs", "binary_kl"):
             raise ValueError(f"{self.statistic.kernel} is a distance from 0: only an upper bound makes sense")
 
@@ -92,18 +101,21 @@ class Gate:
         return cls(statistic, low, high, **kwargs)
 
     def keep(self, logprobs: LogProbs, advantages: Tensor | None) -> Tensor:
-        """bool [valid tokens]; advantages fp [valid tokens], needed with only_negative."""
+        """bool [valid tokens]; advantages fp [valid tokens], needed where the side isn't "any"."""
         values = self.statistic.per_token_of(logprobs)
-        kept = torch.ones_like(values, dtype=torch.bool)
-        if self.low is not None:
-            kept &= values >= self.low
-        if self.high is not None:
-            kept &= values <= self.high
-        if self.only_negative:
-            if advantages is None:
-                raise ValueError("this gate drops negative advantages only: give the advantages")
-            kept |= advantages >= 0
-        return kept
+        above_low = torch.ones_like(values, dtype=torch.bool) if self.low is None else values >= self.low
+        below_high = torch.ones_like(above_low) if self.high is None else values <= self.high
+        if self.average and self.high is not None:
+            order = values.argsort(stable=True)
+            means = values[order].cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
+            return torch.zeros_like(above_low).index_fill_(0, order[means <= self.high], True)
+        if self.side == "any":
+            return above_low & below_high
+        if advantages is None:
+            raise ValueError("this gate looks at the advantages' signs: give the advantages")
+        if self.side == "outward":
+            return torch.where(advantages > 0, below_high, above_low)
+        return above_low & below_high | (advantages >= 0)
 
 
 def _check_bounds(low: float | None, high: float | None) -> None:
@@ -147,7 +159,7 @@ class Correction:
     def __call__(
         self, logprobs: LogProbs, advantages: Tensor | None = None, all_reduce: AllReduce | None = None
     ) -> Corrected:
-        """Apply the action. advantages: in the mask's shape, or one per sequence [sequences]; gates with only_negative
+        """Apply the action. advantages: in the mask's shape, or one per sequence [sequences]; gates of one side
         need them.
 
         all_reduce: with it, `normalize` divides by the mean over all ranks.
@@ -208,7 +220,11 @@ def opsm(delta: float = 1e-4, ratio: Ratio | None = None) -> Correction:
     """
     if ratio is None:
         raise ValueError("opsm needs its ratio named: 'current/rollout' (mismatch and staleness) or 'current/old'")
-    return Correction(gates=(Gate(Statistic(ratio, "k1", "mean"), high=delta, only_negative=True),))
+    return Correction(gates=(Gate(Statistic(ratio, "k1", "mean"), high=delta, side="negative"),))
+
+
+def _outward(kernel, low, high, ratio: Ratio) -> Correction:
+    return Correction(gates=(Gate(Statistic(ratio, kernel), -low, high, side="outward"),))
 
 
 # The printed gate of the VeXact paper is a sum with threshold 0.001, which only makes sense as a mean: K3 of dense
@@ -231,10 +247,18 @@ PRESETS: dict[str, Callable[..., Correction]] = {
     "k3_mean_rs": lambda high=0.001: _rejection("k3", "mean", high),
     "trm": lambda high=0.05, kernel="k3": _rejection(kernel, "max", high),
     "veto": lambda low=1e-4: Correction(gates=(Gate.on_ratio(Statistic(TIM, "log_ratio", "min"), low, None),)),
+    "veto_probability": lambda low=1e-6: Correction(gates=(Gate(Statistic(TIM, "log_prob", "min"), math.log(low)),)),
     "opsm": opsm,
     "kpop": lambda high=0.1: _rejection("binary_kl", "token", high),
+    "dppo_tv": lambda low=0.2, high=0.2, ratio="current/rollout": _outward("tv", low, high, ratio),
+    "dppo_kl": lambda low=0.05, high=0.05, ratio="current/rollout": _outward("directed_kl", low, high, ratio),
+    "ipo": lambda high=0.1: _rejection("tv", "token", high, -high, "current/rollout"),
+    "m2po": lambda high=0.04, ratio=TIM: Correction(gates=(Gate(Statistic(ratio, "k2"), high=high / 2, average=True),)),
     "srs_k3_corr": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high),
     "srs_k3_ppo": lambda high=0.001, aggregate="mean": _rejection("k3", aggregate, high, ratio="current/rollout"),
+    "tis_geo_rs": lambda low=0.999, high=1.001, cap=2.0: Correction(
+        Weight(TOKEN, high=cap), (Gate.on_ratio(GEOMETRIC, low, high),)
+    ),
     "tis_srs_k1_corr": lambda **thresholds: _tis_srs("k1", **thresholds),
     "tis_srs_k3_corr": lambda **thresholds: _tis_srs("k3", **thresholds),
 }

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .actions import AllReduce, Corrected, Correction, valid_advantages
+from .actions import AllReduce, Corrected, Correction, Weight, valid_advantages
 from .statistics import CLAMP, IMPOSSIBLE, LogProbs, require_choice
 
+_LOG_TINY = -18.42068074395237  # log 1e-8
 Mode = Literal["recompute", "bypass", "decoupled"]
-Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
+Kind = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "vespo"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -47,6 +48,8 @@ def policy_loss(
     divisor: float | None = None,
     normalizer: float | None = None,
     all_reduce: AllReduce | None = None,
+    centering: Tensor | None = None,
+    soft: tuple[float, ...] | None = None,
 ) -> PolicyLoss:
     """The loss of one batch, to be minimised. `logprobs.current` carries the gradient.
 
@@ -54,7 +57,10 @@ def policy_loss(
     advantages), "gspo" (sequence ratio; Zheng et al., 2025), "cispo" (clipped detached ratio; MiniMax, 2025),
     "reinforce". clip: (low, high), the ratio stays in [1 - low, 1 + high]; dual_clip: for A < 0 the loss stays below
     -dual_clip * A (Ye et al., 2020). aggregation: verl's names; "-norm" divides sequence sums by `divisor` (Dr. GRPO).
-    normalizer: what to divide by instead of this batch's tokens or sequences, e.g. those of all ranks.
+    normalizer: what to divide by instead of this batch's tokens or sequences, e.g. those of all ranks. centering:
+    `expected_score`, in the mask's shape, whose product with A is taken off. kind "sapo": 4 / t sigmoid(t (r - 1)) in
+    place of the clipped ratio (arXiv 2511.20347); "vespo": a weight exp(l + k log w - l w) of the sequence's ratio w,
+    a correction's weights included. soft: their constants for A > 0 and the rest, t (1, 1.05); k, l, k, l (2, 3, 3, 2).
     Raises ValueError where mode, kind and correction don't go together, or log-probs are missing.
     """
     correction = correction or Correction()
@@ -65,16 +71,30 @@ def policy_loss(
         weights, keep = correction.on_tokens(logprobs, advantage, all_reduce)
     current = logprobs.current[logprobs.mask].to(advantage.dtype)
     current = torch.where(current == -torch.inf, IMPOSSIBLE, current)
+    clipped = torch.zeros_like(keep)
+    applied = weights
     if kind == "reinforce":
         losses = -current * advantage
-        clipped = torch.zeros_like(keep)
     else:
         log_ratio = current - logprobs.values("rollout" if mode == "bypass" else "old")
         if kind == "gspo":  # the sequence's ratio, with each token's own gradient
             mean = logprobs.per_sequence(log_ratio.detach(), "mean")[logprobs.segment]
             log_ratio = mean + current - current.detach()
-        losses, clipped = _clipped(kind, log_ratio, current, advantage, clip, dual_clip)
-    losses = torch.where(keep, losses * weights, 0.0)
+        if kind == "sapo":
+            losses = -_soft_ratio(log_ratio, advantage, soft or (1.0, 1.05)) * advantage
+        elif kind == "vespo":
+            losses = (
+                -_vespo(logprobs, log_ratio.detach(), weights, advantage, soft or (2.0, 3.0, 3.0, 2.0))
+                * current
+                * advantage
+            )
+            applied = torch.ones_like(weights)  # they are in the sequence's ratio
+        else:
+            losses, clipped = _clipped(kind, log_ratio, current, advantage, clip, dual_clip)
+    losses = losses * applied
+    if centering is not None:
+        losses = losses + centering[logprobs.mask].to(losses.dtype) * advantage
+    losses = torch.where(keep, losses, 0.0)
     loss = aggregate(losses, keep, logprobs, aggregation, correction.denominator, divisor, normalizer)
     return PolicyLoss(loss, clipped, Corrected(logprobs.spread(weights.float()), logprobs.spread(keep)))
 
@@ -129,6 +149,39 @@ def _clipped(kind, log_ratio, current, advantage, clip, dual_clip) -> tuple[Tens
         losses = torch.where(capped, cap, losses)
         clipped |= capped
     return losses, clipped
+
+
+def _soft_ratio(log_ratio: Tensor, advantage: Tensor, temperatures: tuple[float, ...]) -> Tensor:
+    up, down = temperatures
+    t = torch.where(advantage > 0, up, down)
+    return torch.sigmoid(t * (log_ratio.clamp(-CLAMP, CLAMP).exp() - 1)) * 4 / t
+
+
+def _vespo(
+    logprobs: LogProbs, log_ratio: Tensor, weights: Tensor, advantage: Tensor, shape: tuple[float, ...]
+) -> Tensor:
+    k_up, l_up, k_down, l_down = shape
+    token = log_ratio.clamp(-CLAMP, CLAMP) + weights.log().clamp(_LOG_TINY, CLAMP)
+    log_w = logprobs.per_sequence(token, "sum").clamp(_LOG_TINY, CLAMP)[logprobs.segment]
+    k = torch.where(advantage >= 0, k_up, k_down)
+    l = torch.where(advantage >= 0, l_up, l_down)
+    return (l + k * log_w - l * log_w.exp()).exp()
+
+
+def expected_score(current: Tensor, rollout: Tensor, weight: Weight | None = None) -> Tensor:
+    """A scalar per token whose gradient is E_mu[w grad log pi] over the vocabulary: what score centering takes off.
+
+    current, rollout: log-probs [..., k] of the sampler's k most likely tokens under the trainer, with its gradient, and
+    the engine, -inf where there are fewer; the rest of the vocabulary is taken to have the trainer's proportions.
+    weight: the token weight that the loss applies. Marek & Ryabinin, "Score centering stabilizes off-policy
+    reinforcement learning", arXiv 2609.20807, equations 9 and 11.
+    """
+    p, q = (v.detach().to(torch.float64).exp() for v in (current, rollout))
+    left = (1 - q.sum(-1, keepdim=True)).clamp_min(1e-6) / (1 - p.sum(-1, keepdim=True)).clamp_min(1e-6)
+    if weight is not None:
+        q = q * weight.bounded(p / q.clamp_min(1e-300))
+        left = left * weight.bounded(1 / left)
+    return ((q - left * p) * torch.where(rollout == -torch.inf, 0.0, current)).sum(-1)
 
 
 def aggregate(losses, keep, logprobs: LogProbs, aggregation, denominator, divisor=None, normalizer=None) -> Tensor:

@@ -1,6 +1,7 @@
-"""Dynamic vocabulary pruning (arXiv 2512.23087): both sides drop tokens that neither can score reliably.
+"""Equal supports on both sides: dynamic vocabulary pruning (arXiv 2512.23087), and the replay of a sampling mask.
 
-The rollout engine prunes with `min_p = rho`; a trainer prunes its tempered logits with `prune_logits`.
+The rollout engine prunes with `min_p = rho`; a trainer prunes its tempered logits with `prune_logits`. What another
+engine's top-k, top-p or min-p kept, `replay_mask` keeps.
 """
 
 from __future__ import annotations
@@ -29,3 +30,21 @@ def prune_logits(logits: Tensor, rho: float, gap: float = 50.0) -> Tensor:
     """
     fill = logits.detach().amax(-1, keepdim=True) - gap
     return torch.where(safe_set(logits, rho), logits, fill)
+
+
+def replay_mask(logits: Tensor, kept: Tensor, gap: float = 50.0) -> Tensor:
+    """Tempered logits [..., V] with all but the tokens that a sampler kept `gap` nats below the row's maximum.
+
+    kept: int64 [..., k], token ids, -1 where a row kept fewer. The ids are the record of another engine's filters
+    (DeepSeek-V3.2's keep-sampling-mask): the trainer then scores the distribution that was sampled from.
+    """
+    mask = torch.zeros_like(logits, dtype=torch.long)
+    mask = mask.scatter_reduce(-1, kept.clamp_min(0), (kept >= 0).long(), "amax").bool()
+    fill = torch.where(mask, logits.detach(), -torch.inf).amax(-1, keepdim=True) - gap
+    return torch.where(mask, logits, fill)
+
+
+def envelope(probability: Tensor, error: float) -> Tensor:
+    """2 error (1 - p): the most that log-probs can differ where logits do by at most `error` (proposition 4.2). p is
+    the smaller of the two probabilities: unlikely tokens take the whole bound, likely ones hardly any."""
+    return 2 * error * (1 - probability)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Ratio = Literal["old/rollout", "current/rollout", "current/old"]
-Kernel = Literal["log_ratio", "k1", "k2", "k3", "abs", "binary_kl"]
+Kernel = Literal["log_ratio", "k1", "k2", "k3", "abs", "binary_kl", "tv", "directed_kl", "log_prob"]
 Aggregate = Literal["token", "sum", "mean", "max", "min"]
 
 CLAMP = 20.0  # |log ratio| is cut here before it is exponentiated: exp(20) = 4.9e8
@@ -83,6 +83,15 @@ class LogProbs:
         """The log-probs with `current` set: to `old` where it was not given."""
         return self if self.current is not None else replace(self, current=self.old)
 
+    def interpolated(self, share: float) -> LogProbs:
+        """The log-probs with share * current + (1 - share) * rollout as `old`: a proximal policy without a forward pass
+        ("loglinear" in AReaL). share: 0 to 1, e.g. 1 - 1 / staleness in versions."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share}; it lies between 0 (the engine's policy) and 1 (the current one)")
+        if self.current is None or self.rollout is None:
+            raise ValueError("interpolation needs the log-probs of 'rollout' and 'current'")
+        return replace(self, old=torch.lerp(self.rollout, self.current.detach().to(self.rollout.dtype), share))
+
     @property
     def num_sequences(self) -> int:
         """The number of sequences, padded or packed."""
@@ -132,8 +141,10 @@ class Statistic:
     """aggregate(kernel(log ratio)): what weights and gates look at.
 
     kernel, of d = log ratio: log_ratio d; k1 -d; k2 d^2 / 2; k3 exp(d) - 1 - d (Schulman's estimators of
-    KL(denominator || numerator)); abs |d|; binary_kl max(KL(p || q), KL(q || p)) of the sampled token against the rest.
-    aggregate: token, or per sequence sum, mean, max, min. The ratio is always named: there is no default to mistake.
+    KL(denominator || numerator)); abs |d|. Of the sampled token against the rest, with p of the numerator and q of the
+    denominator: binary_kl max(KL(p || q), KL(q || p)); tv p - q, the signed total variation; directed_kl
+    sign(p - q) KL(q || p). log_prob: log p alone. aggregate: token, or per sequence sum, mean, max, min. The ratio is
+    always named: there is no default to mistake.
     """
 
     ratio: Ratio
@@ -153,7 +164,8 @@ class Statistic:
     def of(self, logprobs: LogProbs) -> Tensor:
         """fp64, [valid tokens] for the aggregate "token", [sequences] otherwise."""
         above, below = (logprobs.values(policy) for policy in self.ratio.split("/"))
-        values = _binary_kl(above, below) if self.kernel == "binary_kl" else KERNELS[self.kernel](above - below)
+        kernel = KERNELS.get(self.kernel)
+        values = _OF_BOTH[self.kernel](above, below) if kernel is None else kernel(above - below)
         return values if self.aggregate == "token" else logprobs.per_sequence(values, self.aggregate)
 
     def per_token_of(self, logprobs: LogProbs) -> Tensor:
@@ -167,7 +179,7 @@ def _k3(d: Tensor) -> Tensor:
     return d.expm1() - d  # exp(d) - 1 - d loses all digits where d is small
 
 
-KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of log ratios, elementwise; binary_kl needs more than a ratio
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of log ratios, elementwise
     "log_ratio": lambda d: d,
     "k1": torch.neg,
     "k2": lambda d: d.square() / 2,
@@ -176,8 +188,17 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of log ratios, elementwise
 }
 
 
-def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _bernoulli_kls(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) and KL(q || p) of a token against all others."""
     p, q = (v.exp().clamp(*_PROBABILITY) for v in (log_p, log_q))
     base = ((1 - p) / (1 - q)).log()
     logit_gap = (p / q).log() - base
-    return torch.maximum(p * logit_gap + base, -(q * logit_gap + base))
+    return p * logit_gap + base, -(q * logit_gap + base)
+
+
+_OF_BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of two log-probs, elementwise
+    "binary_kl": lambda p, q: torch.maximum(*_bernoulli_kls(p, q)),
+    "directed_kl": lambda p, q: torch.sign(p - q) * _bernoulli_kls(p, q)[1],
+    "tv": lambda p, q: p.exp() - q.exp(),
+    "log_prob": lambda p, q: p,
+}

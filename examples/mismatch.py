@@ -1,7 +1,8 @@
-"""Diagnose and calibrate, end to end: vLLM or HF `generate` in bf16 as the foreign engine, SmolLM2 in fp32 trained.
+"""Diagnose and calibrate, end to end: SmolLM2 trained in fp32 on the rollouts of a foreign engine.
 
-Writes rollouts.jsonl, exact.jsonl, diagnosis.html, calibration.html and report.md with its pictures into a folder.
-Rollouts that are there already are used again.
+The engine is one with int8 weights (each matrix rounded to 255 steps of one size), HF `generate` in bf16, or vLLM in
+bf16. Writes rollouts.jsonl, exact.jsonl, diagnosis.html, calibration.html, calibration.json and report.md with its
+pictures into a folder. Rollouts that are there already are used again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from samebits import LLM, SamplingParams
-from samebits.cli import mismatch, report
+from samebits.cli import calibration, mismatch, report
+from samebits.cli.provenance import provenance_of
 from samebits.integrations.rollouts import Rollout, read_rollouts, write_rollouts
 from samebits.model.checkpoint import resolve
 from samebits.trainer import exact_model
@@ -42,11 +44,12 @@ def prompts_of(tokenizer, count: int) -> list[list[int]]:
 
 
 def rewarded(rollouts: Iterable[Rollout], tokenizer) -> Iterator[Rollout]:
-    """Reward 1 for a sentence that is done within the limit."""
+    """Reward 1 for an answer that names its thing within the limit."""
     for rollout in rollouts:
-        text = tokenizer.decode(rollout.token_ids)
-        done = text.removesuffix(tokenizer.eos_token).rstrip()
-        rollout.reward = float(text.endswith(tokenizer.eos_token) and done.endswith((".", "!", "?")))
+        assert rollout.prompt_token_ids is not None
+        asked = tokenizer.decode(rollout.prompt_token_ids)
+        thing = next(noun for noun in NOUNS.split() if f" {noun}." in asked)
+        rollout.reward = float(thing in tokenizer.decode(rollout.token_ids).lower())
         yield rollout
 
 
@@ -85,13 +88,34 @@ def hf_rollouts(path: Path, tokenizer, prompts: list[list[int]], n: int, max_tok
             )
 
 
+def int8_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int, bits: int = 8) -> Iterator[Rollout]:
+    """From weights that were rounded to integers times one size per matrix, as a quantised engine has them."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and "embed" not in name:
+            step = weight.detach().abs().max() / (2 ** (bits - 1) - 1)
+            weight.detach().copy_((weight / step).round() * step)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+        for rollout in sampled(LLM(folder, kv_cache_memory_bytes=2**29), prompts, n, max_tokens, seed=2):
+            rollout.old = None  # the trainer's are those of the weights before they were rounded
+            yield rollout
+
+
 def exact_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
-    params = SamplingParams(n=n, max_tokens=max_tokens, seed=1)
-    outputs = LLM(path, kv_cache_memory_bytes=2**29).generate(prompts, params)
-    for group, output in enumerate(outputs):
+    return sampled(LLM(path, kv_cache_memory_bytes=2**29), prompts, n, max_tokens, seed=1)
+
+
+def sampled(llm: LLM, prompts: list[list[int]], n: int, max_tokens: int, seed: int) -> Iterator[Rollout]:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed)
+    made = provenance_of(llm.weight_checksums(), llm.contract, params)
+    for group, output in enumerate(llm.generate(prompts, params)):
         for c in output.completions:
             values = np.array(c.logprobs)
-            yield Rollout(np.array(c.token_ids), values, np.array(prompts[group]), old=values, group=str(group))
+            yield Rollout(
+                np.array(c.token_ids), values, np.array(prompts[group]), old=values, group=str(group), provenance=made
+            )
 
 
 def write_once(path: Path, rollouts: Iterator[Rollout]) -> None:
@@ -102,18 +126,21 @@ def write_once(path: Path, rollouts: Iterator[Rollout]) -> None:
         part.rename(path)
 
 
-def write_report(out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str) -> str:
+def write_report(
+    out: Path, engine: Path, reference: Path, path: Path, tokenizer, title: str, batch_size: int, margin: float
+) -> str:
     scorer = exact_model(path)
     found, null = (mismatch.diagnose(file, scorer) for file in (engine, reference))
-    calibration, candidates = mismatch.calibrate_files(engine, reference, scorer)
-    chosen = calibration.verdict.recommended
-    snippets = {} if chosen is None else mismatch.snippets("decoupled", candidates[chosen])
-    first, second = report.diagnosis(found, tokenizer.decode, null), report.calibration(calibration, snippets)
+    calibrated = calibration.calibrate_files(engine, reference, scorer, batch_size=batch_size, margin=margin)
+    chosen = calibrated.result.verdict.recommended
+    snippets = {} if chosen is None else mismatch.snippets("decoupled", calibrated.candidates[chosen])
+    first, second = report.diagnosis(found, tokenizer.decode, null), report.calibration(calibrated, snippets)
     (out / "diagnosis.html").write_text(report.page(title, first))
-    (out / "calibration.html").write_text(report.page("Calibration", second))
+    (out / "calibration.html").write_text(report.page(f"Calibration: {title}", second))
+    (out / "calibration.json").write_text(report.strict_json(report.calibration_numbers(calibrated, snippets)))
     for part in (*first, *second):
         if isinstance(part, report.Plot):
-            (out / f"{part.name}.png").write_bytes(part.draw())
+            (out / f"{part.name}.png").write_bytes(part.draw("png"))
     text = f"## Diagnosis\n\n{report.markdown(first)}\n## Calibration\n\n{report.markdown(second)}"
     (out / "report.md").write_text(text)
     return text
@@ -122,10 +149,13 @@ def write_report(out: Path, engine: Path, reference: Path, path: Path, tokenizer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="checkpoint directory, hub id or smollm2")
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM; without it, HF's generate samples")
-    parser.add_argument("--prompts", type=int, default=224, help="at most 224")
+    parser.add_argument("--engine", choices=("int8", "hf", "vllm"), default="int8")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for --engine vllm")
+    parser.add_argument("--batch-size", type=int, default=256, help="sequences in a training batch")
+    parser.add_argument("--margin", type=float, default=0.01, help="difference of cosines that is none in practice")
+    parser.add_argument("--prompts", type=int, default=112, help="at most 224")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
     args = parser.parse_args()
     path = resolve(args.model)
@@ -133,13 +163,20 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     engine, reference = args.out / "rollouts.jsonl", args.out / "exact.jsonl"
     sizes = prompts_of(tokenizer, args.prompts), args.n, args.max_tokens
-    if args.vllm_python:
-        name, sampled = "vLLM", vllm_rollouts(args.vllm_python, path, *sizes)
-    else:
-        name, sampled = "HF generate", hf_rollouts(path, tokenizer, *sizes)
-    write_once(engine, rewarded(sampled, tokenizer))
+    if args.engine == "vllm" and not args.vllm_python:
+        parser.error("--engine vllm needs --vllm-python")
+    made = {
+        "int8": ("int8 weights", lambda: int8_rollouts(path, *sizes)),
+        "hf": ("HF generate in bf16", lambda: hf_rollouts(path, tokenizer, *sizes)),
+        "vllm": ("vLLM in bf16", lambda: vllm_rollouts(args.vllm_python, path, *sizes)),
+    }
+    name, rollouts = made[args.engine]
+    if not engine.exists():
+        write_once(engine, rewarded(rollouts(), tokenizer))
     write_once(reference, rewarded(exact_rollouts(path, *sizes), tokenizer))
-    print(write_report(args.out, engine, reference, path, tokenizer, f"{name} in bf16 against fp32"))
+    print(
+        write_report(args.out, engine, reference, path, tokenizer, f"{name} against fp32", args.batch_size, args.margin)
+    )
 
 
 if __name__ == "__main__":

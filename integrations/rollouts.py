@@ -27,8 +27,9 @@ class Rollout:
     token_ids int64, -1 where a dump holds none (Miles); rollout, old, current, reference f64: log-probs under the
     engine that sampled, the trainer at rollout time, the trainer now, and an exact re-scoring; mask bool, None for all;
     advantages f64; top_token_ids, best_token_ids int64: the most likely token at each position, of the engine (-1 where
-    it didn't say) and of the re-scoring; the latter is not in files. group: names the samples of one prompt. source:
-    where it was read, for error messages.
+    it didn't say) and of the re-scoring; the latter is not in files. group: names the samples of one prompt.
+    provenance: what made it (model checksum, contract hash, sampling parameters). source: where it was read, for error
+    messages.
     """
 
     token_ids: np.ndarray
@@ -43,6 +44,7 @@ class Rollout:
     group: str | None = None
     top_token_ids: np.ndarray | None = None
     best_token_ids: np.ndarray | None = None
+    provenance: dict[str, Any] | None = None
     source: str = ""
 
 
@@ -74,7 +76,8 @@ def read_rollouts(path: str | Path, format: str | None = None) -> Iterator[Rollo
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
     """Plain JSONL: a line for each rollout, with the keys prompt_token_ids, token_ids, rollout_logprobs, old_logprobs,
-    current_logprobs, reference_logprobs, mask, advantages, reward, group and top_token_ids, where there is a value.
+    current_logprobs, reference_logprobs, mask, advantages, reward, group, top_token_ids and provenance, where there is
+    a value.
 
     Log-probs of -inf, which JSON lacks, are written as -1000, which stands for them; NaN (outside the mask) as null.
     """
@@ -90,17 +93,24 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
 # --- records -------------------------------------------------------------------------------------------------------
 
 _LOGPROBS = {f"{name}_logprobs": name for name in ("rollout", "old", "current", "reference")}
-_SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids")
+_SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids", "provenance")
 _KEYS = _LOGPROBS | {name: name for name in _SAME}  # in files: in a Rollout
 _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
-_FP32 = np.finfo(np.float32)
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_REWARD = 1e12  # differences of larger ones lose the digits that advantages are made of
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above 0; a probability or a negated log-prob lies far above
-_ARRAYS = {  # lowest and highest legal value, in words
+_ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal value, in words
     "mask": (0, 1, "0 or 1, or a boolean, for each token"),
-    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _FP32.max, "a flat list of integers")),
-    **dict.fromkeys(_LOGPROBS, (-np.inf, _ROUNDING, "a log-prob for each token: at most 0, no NaN or null")),
-    "rollout_logprobs": (_FP32.min, _ROUNDING, "a log-prob for each token: finite, at most 0"),
-    "advantages": (_FP32.min, _FP32.max, "one finite number, or one for each token"),
+    **dict.fromkeys(("token_ids", "prompt_token_ids", "top_token_ids"), (-1, _LARGEST, "a flat list of integers")),
+    **dict.fromkeys(
+        _LOGPROBS, (IMPOSSIBLE, _ROUNDING, f"a log-prob for each token: at most 0, at least {IMPOSSIBLE:g}")
+    ),
+    "rollout_logprobs": (
+        IMPOSSIBLE,
+        _ROUNDING,
+        f"a finite log-prob for each token: at most 0, at least {IMPOSSIBLE:g}",
+    ),
+    "advantages": (-_LARGEST, _LARGEST, "one finite number, or one for each token"),
 }
 
 
@@ -134,6 +144,8 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
         if array.ndim != 1 or (array.size != size and key != "prompt_token_ids"):
             _fail(source, f"{key} has shape {list(array.shape)}, token_ids {list(arrays['token_ids'].shape)}", expected)
         wrong = ~((array >= low) & (array <= high))
+        if key in _LOGPROBS and key != "rollout_logprobs":
+            wrong &= array != -np.inf  # a token that the trainer's filters exclude
         if key not in ("mask", "prompt_token_ids"):
             wrong &= sampled
         if wrong.any():
@@ -143,8 +155,14 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
         fields["mask"] = sampled
     group = record.get("group")
     reward = record.get("reward")
-    if reward is not None and not (isinstance(reward, int | float | np.number) and math.isfinite(reward)):
-        _fail(source, f"reward is {reward!r}", "a finite number")
+    if reward is not None and not (
+        isinstance(reward, int | float | np.number) and abs(float(reward)) <= _LARGEST_REWARD
+    ):
+        _fail(source, f"reward is {reward!r}", f"a number of at most {_LARGEST_REWARD:g} in size")
+    provenance = record.get("provenance")
+    if provenance is not None and not isinstance(provenance, Mapping):
+        _fail(source, f"provenance is {provenance!r}", "an object")
+    fields["provenance"] = provenance
     fields["reward"] = None if reward is None else float(reward)
     return Rollout(**fields, group=None if group is None else str(group), source=source)
 
@@ -370,8 +388,11 @@ def _spans(path: Path, key: str, offsets: np.ndarray, found: dict[str, Any]) -> 
 
 def _folder(path: Path, format: str | None) -> Iterator[Rollout]:
     files = sorted(path.rglob("rank_*_call_*.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
-    if not files:
-        _fail(path, "a folder without rank_*_call_*.pt", "Miles' policy_loss_debug")
+    parts = sorted(path.glob("*.jsonl"))
+    if not files and not parts:
+        _fail(path, "a folder without *.jsonl or rank_*_call_*.pt", "parts of one file, or Miles' policy_loss_debug")
+    for file in parts if not files else ():
+        yield from _lines(file, format)
     for file in files:
         yield from _dump(file, "miles")
 
@@ -380,5 +401,5 @@ _CONTAINERS = {
     "text": (("jsonl", "vllm", "sglang"), _lines),
     "parquet": (("parquet",), _parquet),
     "zip": (("npz", "trl", "verl", "miles"), _dump),
-    "folder": (("miles",), _folder),
+    "folder": (("jsonl", "vllm", "sglang", "miles"), _folder),
 }

@@ -1,6 +1,8 @@
 """Which correction, and which threshold: candidates' updates against those of exact rollouts."""
 
-from .assess import Assessment, Traces
-from .calibrate import Calibration, Verdict, calibrate, candidate_grid
+from .assess import Assessment, Scores, Traces
+from .calibrate import Calibration, calibrate
+from .grid import candidate_grid
+from .verdict import Verdict
 
-__all__ = ["Assessment", "Calibration", "Traces", "Verdict", "calibrate", "candidate_grid"]
+__all__ = ["Assessment", "Calibration", "Scores", "Traces", "Verdict", "calibrate", "candidate_grid"]

@@ -12,23 +12,47 @@ from ..diagnose import PROBABILITY_EDGES
 from ..losses import Mode, contribution, effective_coefficients
 from ..metrics import correction_metrics, summarize
 from ..statistics import LogProbs
-from .alignment import Alignment
+from .alignment import Alignment, Gradients
 
-_SIZES = tuple(10 ** (i / 4) for i in range(-16, 5))
-CONTRIBUTION_EDGES = (*(-size for size in reversed(_SIZES)), *_SIZES)  # of C(r), 0 in the bin in the middle
+
+@dataclass(frozen=True)
+class Scores:
+    """Each token's grad log pi, or anything linear in it, as an outer product of two factors.
+
+    left: fp [valid tokens, L]; right: fp [valid tokens, R], None where left is all. blocks: how many independent random
+    projections left's columns are, in equal parts; their error goes into every interval. One block is exact.
+    """
+
+    left: Tensor
+    right: Tensor | None = None
+    blocks: int = 1
+
+    def at(self, mask: Tensor) -> Scores:
+        """The scores of some tokens: bool [valid tokens]."""
+        return replace(self, left=self.left[mask], right=None if self.right is None else self.right[mask])
+
+    def gradients(self, coefficients: Tensor, unit: Tensor, units: int) -> Gradients:
+        """Sum coefficient * left * right over each unit's tokens. coefficients: fp64, unit: int64, [valid tokens]."""
+        weighted = self.left * coefficients[:, None].to(self.left.dtype)
+        if self.right is None:
+            sums = weighted.new_zeros(units, self.left.shape[1]).index_add_(0, unit, weighted)
+        else:
+            order = unit.argsort(stable=True)
+            parts = order.split(torch.bincount(unit, minlength=units).tolist())
+            sums = torch.stack([weighted[rows].T @ self.right[rows] for rows in parts])
+        return Gradients(sums.reshape(units, self.blocks, -1))
 
 
 @dataclass(frozen=True)
 class Traces:
     """Scored sequences: log-probs (rollout, old, and current where it has moved since), advantages in the mask's shape
-    or [sequences], and optionally sketch [valid tokens, F], anything linear in grad log pi (e.g. a random projection),
-    and groups int64 [sequences]: sequences of one prompt. They are resampled together, and an equal number in traces
-    and reference means the same prompt.
+    or [sequences], and optionally the tokens' scores, and groups int64 [sequences]: sequences of one prompt. They are
+    resampled together, and an equal number in traces and reference means the same prompt.
     """
 
     logprobs: LogProbs
     advantages: Tensor
-    sketch: Tensor | None = None
+    scores: Scores | None = None
     groups: Tensor | None = None
 
     def on_policy(self) -> Traces:
@@ -55,14 +79,6 @@ class Traces:
         width = 2 * (len(PROBABILITY_EDGES) + 1)
         return torch.bincount(bins, coefficients, width) / max(1, self.logprobs.num_sequences)
 
-    def gradients(self, coefficients: Tensor) -> Tensor:
-        """fp64 [units, F]: sum of coefficient * sketch over a sequence's tokens; for a group the sequences' mean."""
-        assert self.sketch is not None
-        names, unit = self.units()
-        out = torch.zeros(len(names), self.sketch.shape[1], dtype=torch.float64)
-        out.index_add_(0, unit[self.logprobs.segment], coefficients[:, None] * self.sketch.double())
-        return out * (len(names) / self.logprobs.num_sequences)
-
 
 @dataclass(frozen=True)
 class Assessment:
@@ -70,13 +86,13 @@ class Assessment:
 
     metrics: see `summarize`. accepted_by_length: share of sequences kept by decile of their length; accepted_by_group:
     quantiles 0, 0.1 ... 1 over groups of the share of a group's sequences kept; groups_without_positives: share of the
-    groups with A > 0 that lose all of it. contributions: how many tokens have a C(current/rollout), times the weight in
-    use, in each bin of CONTRIBUTION_EDGES; contribution_means: the means of C; both for A > 0 and A < 0. intervention:
-    sum |e - e_uncorrected| / sum |e_uncorrected|.
+    groups with A > 0 that lose all of it. contribution_means: of C(current/rollout) times the weight in use, for A > 0
+    and A < 0. intervention: sum |e - e_uncorrected| / sum |e_uncorrected|.
 
     With a reference: accepted_exact: share of exact sequences kept, which have no mismatch but may be stale;
     coefficient_error: sum |mean coefficient - the reference's| over bins of token probability and sign of the
-    advantage, relative; alignment: of the gradients, where there are any.
+    advantage, relative; alignment: of the gradients, where there are any; unestimable: why there is none in spite of
+    them.
     """
 
     name: str
@@ -84,12 +100,12 @@ class Assessment:
     accepted_by_length: list[float]
     accepted_by_group: list[float]
     groups_without_positives: float
-    contributions: tuple[list[int], list[int]]
     contribution_means: tuple[float, float]
     intervention: float
     accepted_exact: float | None = None
     coefficient_error: float | None = None
     alignment: Alignment | None = None
+    unestimable: str | None = None
 
 
 def ascent(traces: Traces, mode: Mode, correction: Correction) -> Tensor:
@@ -104,13 +120,9 @@ def ascent(traces: Traces, mode: Mode, correction: Correction) -> Tensor:
 
 
 def assess(
-    name: str,
-    correction: Correction,
-    traces: Traces,
-    coefficients: Tensor,
-    base: Tensor,
+    name: str, correction: Correction, traces: Traces, coefficients: Tensor, base: Tensor,
     exact: tuple[Traces, Tensor] | None = None,
-) -> Assessment:
+) -> Assessment:  # fmt: skip
     """coefficients, base: `ascent` with and without the correction; exact: a reference and its `ascent`. `current` must
     be set in both traces."""
     lp = traces.logprobs
@@ -124,15 +136,15 @@ def assess(
     by_group = torch.bincount(unit[real], accepted) / torch.bincount(unit[real])
     good = advantages > 0
     had, has = (torch.bincount(unit[lp.segment], side.double()) > 0 for side in (good, good & (used > 0)))
-    counts, means = contributions(traces, used)
+    c = contribution(lp.log_ratio("current/rollout"), advantages) * used
+    up, down = (float(c[side].sum() / side.sum().clamp_min(1)) for side in (good, advantages < 0))
     return Assessment(
         name,
         metrics=summarize(correction_metrics(correction, lp, traces.advantages)),
         accepted_by_length=[float(part.mean()) for part in by_length if len(part)],
         accepted_by_group=by_group.nanquantile(torch.linspace(0, 1, 11, dtype=torch.float64)).tolist(),
         groups_without_positives=float((had & ~has).sum() / had.sum().clamp_min(1)),
-        contributions=counts,
-        contribution_means=means,
+        contribution_means=(up, down),
         intervention=_relative(coefficients - base, base),
         **({} if exact is None else _beside(correction, traces, coefficients, *exact)),
     )
@@ -145,16 +157,13 @@ def _beside(correction: Correction, traces: Traces, coefficients: Tensor, truth:
     return {"accepted_exact": 1 - kept["rejected_sequences"], "coefficient_error": error}
 
 
+def weights_of(traces: Traces, coefficients: Tensor) -> Tensor:
+    """fp64 [sequences]: what each sequence's advantages are multiplied by, on average over its tokens."""
+    lp = traces.logprobs
+    total = lp.per_sequence(traces.token_advantages().abs(), "sum")
+    used = lp.per_sequence(coefficients.abs(), "sum")
+    return torch.where(total > 0, used / total.clamp_min(1e-300), 0.0)
+
+
 def _relative(difference: Tensor, size: Tensor) -> float:
     return float(difference.abs().sum() / size.abs().sum().clamp_min(1e-300))
-
-
-def contributions(traces: Traces, used: Tensor) -> tuple[tuple[list[int], list[int]], tuple[float, float]]:
-    """Histograms of C times the weights in use [valid tokens], and its means; for A > 0 and A < 0."""
-    advantages = traces.token_advantages()
-    c = contribution(traces.logprobs.log_ratio("current/rollout"), advantages) * used
-    bins = torch.bucketize(c, torch.tensor(CONTRIBUTION_EDGES, dtype=c.dtype))
-    sides = (advantages > 0, advantages < 0)
-    more, less = (torch.bincount(bins[side], minlength=len(CONTRIBUTION_EDGES) + 1).tolist() for side in sides)
-    up, down = (float(c[side].sum() / side.sum().clamp_min(1)) for side in sides)
-    return (more, less), (up, down)

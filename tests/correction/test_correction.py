@@ -25,7 +25,7 @@ from samebits.correction import (
     safe_set,
     summarize,
 )
-from samebits.correction.calibration.calibrate import optimal_truncation, self_normalized_chi2
+from samebits.correction.calibration.grid import optimal_truncation, self_normalized_chi2
 from samebits.correction.diagnose import predicted_chi2
 
 TABLE_1 = [0.001, 0.0, 0.0, -0.133, 0.0, -0.008, 0.0, 0.0]  # log ratios of the VeXact paper's Table 1
@@ -65,6 +65,11 @@ def binary_kl(log_p, log_q):
         return a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
 
     return np.maximum(kl(p, q), kl(q, p))
+
+
+def bernoulli_kl(log_p, log_q):
+    p, q = (np.clip(np.exp(v), 1e-6, 1 - 1e-6) for v in (log_p, log_q))
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
 
 
 def whole(keep, like):
@@ -126,8 +131,32 @@ PAPERS = {
 }
 
 
+PAPERS |= {
+    "tis_geo_rs": (
+        {"cap": 1.4, "low": 0.9, "high": 1.15},
+        lambda mu, old, pi, a: (np.minimum(np.exp(old - mu), 1.4), whole(0.9 <= np.exp((old - mu).mean()) <= 1.15, mu)),
+    ),
+    "dppo_tv": (
+        {"low": 0.03, "high": 0.05},
+        lambda mu, old, pi, a: (
+            None,
+            np.exp(pi) - np.exp(mu) <= 0.05 if a > 0 else np.exp(pi) - np.exp(mu) >= -0.03,
+        ),
+    ),
+    "dppo_kl": (
+        {"low": 0.005, "high": 0.01},
+        lambda mu, old, pi, a: (
+            None,
+            (bernoulli_kl(mu, pi) <= 0.01) | (pi <= mu) if a > 0 else (bernoulli_kl(mu, pi) <= 0.005) | (pi >= mu),
+        ),
+    ),
+    "ipo": ({"high": 0.05}, lambda mu, old, pi, a: (None, np.abs(np.exp(pi) - np.exp(mu)) <= 0.05)),
+}
+ELSEWHERE = {"m2po", "veto_probability"}  # tests/correction/test_methods.py
+
+
 def test_every_preset_has_its_transcription():
-    assert set(PAPERS) == set(PRESETS)
+    assert set(PAPERS) | ELSEWHERE == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PAPERS)

@@ -13,7 +13,16 @@ import torch
 from samebits.correction.actions import PRESETS, Correction, Gate, Weight, preset
 from samebits.correction.losses import policy_loss
 from samebits.correction.statistics import LogProbs, Statistic
-from samebits.integrations.corrections import from_miles, from_trl, from_verl, to_miles, to_trl, to_verl
+from samebits.integrations.corrections import (
+    from_miles,
+    from_slime,
+    from_trl,
+    from_verl,
+    to_miles,
+    to_slime,
+    to_trl,
+    to_verl,
+)
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
 PROMPTS = [[1, 15, 7], [1, 4]]
@@ -503,7 +512,7 @@ def miles_file(folder, rank, call, **changes):
 def test_miles_dumps(tmp_path):
     folder = tmp_path / "dump" / "policy_loss_debug"
     folder.mkdir(parents=True)
-    refused(tmp_path, "a folder without rank_*_call_*.pt; expected Miles' policy_loss_debug")
+    refused(tmp_path, "a folder without *.jsonl or rank_*_call_*.pt")
     for rank, call in ((1, 0), (0, 10), (0, 2)):
         path = miles_file(folder, rank, call)
     first, second = read_rollouts(path)
@@ -604,7 +613,7 @@ VERL = [
     {"rollout_is": "token", "rollout_is_threshold": "0.5_5"},
     {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4"},
     {"rollout_rs": "seq_sum_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2,0.999_1.001"},
-    {"rollout_is": "token", "rollout_rs": "seq_mean_k3,binary_kl,seq_max_k2", "rollout_rs_threshold": "0.01,0.1,0.05"},
+    {"rollout_is": "token", "rollout_rs": "seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.01,0.05"},
     {"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": "0.5"},
     {"bypass_mode": True, "rollout_is": "sequence", "loss_type": "reinforce"},
     {"bypass_mode": True},
@@ -664,19 +673,22 @@ EXPRESSIBLE = {
         "k3_sum_rs",
         "k3_mean_rs",
         "trm",
-        "kpop",
         "srs_k3_corr",
+        "tis_geo_rs",
         "tis_srs_k3_corr",
         "token_mis",
         "sequence_mis",
     },
     to_trl: {"token_tis", "sequence_tis", "sequence_is", "icepop", "token_mis", "sequence_mis"},
     to_miles: {"token_tis", "sequence_tis", "sequence_is", "icepop", "token_mis", "sequence_mis", "geometric_is"}
-    | {"tis_srs_k1_corr"},
+    | {"tis_srs_k1_corr", "tis_geo_rs"},
 }
+EXPRESSIBLE[to_slime] = EXPRESSIBLE[to_miles]
 
 
-@pytest.mark.parametrize(("write", "read"), [(to_verl, from_verl), (to_trl, from_trl), (to_miles, from_miles)])
+@pytest.mark.parametrize(
+    ("write", "read"), [(to_verl, from_verl), (to_trl, from_trl), (to_miles, from_miles), (to_slime, from_slime)]
+)
 def test_presets_translate_or_are_refused_by_name(write, read):
     for name in PRESETS.keys() - {"opsm", "srs_k3_ppo", "none"}:
         correction = preset(name)

@@ -1,0 +1,65 @@
+"""The factors of each token's gradient with respect to lm_head, for `samebits calibrate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..correction.calibration import Scores
+from ..engine.weights.spec import buckets
+from ..kernels import ops
+from ..trainer.logprobs import PackedBatch, exact_head
+
+Pair = tuple[list[int], list[int]]
+
+_EXACT_VOCAB = 2048  # larger vocabularies are projected
+_BLOCKS = 16  # independent projections, whose spread is the projection's error
+_FEATURES = 1 << 17  # of a unit's projected gradient: left's columns times the hidden size
+_TOKENS = 4096  # to compute at a time
+_LOGITS = 1 << 26  # entries in memory at a time
+
+
+@torch.no_grad()
+def token_scores(model: PreTrainedModel, rollouts: Sequence[Pair], temperature: float, seed: int) -> Scores:
+    """d log pi / d lm_head weight = (onehot - pi) h^T / T of every completion token, as its two factors, fp32.
+
+    h is kept whole, and so is the other factor of a small vocabulary: the gradient is exact. A larger one is projected
+    by Gaussian columns that `seed` fixes, in independent blocks, so that inner products keep their expectation and
+    their error is known (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out.
+    """
+    head = exact_head(model)
+    vocab = model.config.vocab_size
+    hidden = model.config.hidden_size
+    blocks = 1 if vocab <= _EXACT_VOCAB else _BLOCKS
+    columns = max(1, min(8, _FEATURES // (hidden * blocks)))  # per block
+    projection = None
+    if blocks > 1:
+        generator = torch.Generator().manual_seed(seed)
+        projection = torch.randn(vocab, blocks * columns, generator=generator).to(model.device) / columns**0.5
+    bar = tqdm(total=len(rollouts), desc="Gradients", unit="seq", delay=2)
+    left: list[torch.Tensor] = []
+    right: list[torch.Tensor] = []
+    block = ops.backend(model.device).BLOCK
+    for batch in buckets(rollouts, lambda pair: len(pair[0]) + len(pair[1]), _TOKENS):
+        prompts = [prompt for prompt, _ in batch]
+        # whole blocks of a prompt that the one before it has, too, and never its last token, whose logits are asked for
+        shared = [0] + [(len(b) - 1) // block * block if a == b else 0 for a, b in pairwise(prompts)]
+        rows = [torch.tensor([*p[s:], *completion]) for (p, completion), s in zip(batch, shared, strict=True)]
+        packed = PackedBatch.of(model, rows, [len(completion) for _, completion in batch], shared)
+        states = model.base_model(**packed.inputs()).last_hidden_state[0]
+        for index in packed.index.split(max(1, _LOGITS // vocab)):
+            chosen = packed.ids[index + 1]
+            probabilities = (head(states[index]) / temperature).softmax(-1)
+            if projection is None:
+                error = -probabilities
+                error[torch.arange(len(index)), chosen] += 1
+            else:
+                error = projection[chosen] - probabilities @ projection
+            left.append((error / temperature).cpu())
+            right.append(states[index].float().cpu())
+        bar.update(len(batch))
+    return Scores(torch.cat(left), torch.cat(right), blocks)

@@ -1,0 +1,314 @@
+"""`samebits calibrate` on files: faults are refused, orders change no byte, bad input is named with its place."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from samebits import LLM, SamplingParams
+from samebits.cli import calibration, mismatch, provenance, report
+from samebits.cli.main import app
+from samebits.integrations.rollouts import RolloutFormatError, read_rollouts, write_rollouts
+from samebits.trainer import exact_model
+
+PARAMS = SamplingParams(n=6, temperature=0.8, max_tokens=8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def files(checkpoint, tmp_path_factory):
+    """(model, a noisy engine's file, an exact reference): 12 prompts, 6 samples each, rewards by token."""
+    folder = tmp_path_factory.mktemp("files")
+    prompts, exact, noisy = (folder / f"{name}.jsonl" for name in ("prompts", "exact", "noisy"))
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [5 + i, 6, 7]}) + "\n" for i in range(12)))
+    path = checkpoint("llama")
+    llm = LLM(path, kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    mismatch.write_exact(llm, prompts, exact, PARAMS)
+    again = folder / "again.jsonl"
+    mismatch.write_exact(llm, prompts, again, dataclasses.replace(PARAMS, seed=4))
+    rng = np.random.default_rng(0)
+    for source, target in ((exact, exact), (again, noisy)):
+        rollouts = list(read_rollouts(source))
+        for r in rollouts:
+            r.reward = float(r.token_ids.sum() % 7)
+            if target is noisy:
+                r.rollout = np.minimum(r.rollout + 0.1 * rng.normal(size=len(r.rollout)), 0)
+                r.old = r.provenance = None
+        write_rollouts(target, rollouts)
+    return exact_model(path), noisy, exact
+
+
+def calibrated(files, noisy=None, exact=None, params=PARAMS, model=None, **settings):
+    return calibration.calibrate_files(noisy or files[1], exact or files[2], model or files[0], params, **settings)
+
+
+def facts(found):
+    """The report as bytes, without the files' names."""
+    numbers = report.calibration_numbers(found, {})
+    for name in ("rollouts", "reference"):
+        del numbers["provenance"][name]
+    shown = report.page("x", [p for p in report.calibration(found, {}) if p.title != "What this was made from"])
+    return report.strict_json(numbers).encode() + shown.encode()
+
+
+def changed(path, target, change):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, record in enumerate(records):
+        change(number, record)
+    target.write_text("".join(json.dumps(r) + "\n" for r in records if r))
+    return target
+
+
+def test_orders_and_parts_of_files_change_no_byte(files, tmp_path):
+    expected = facts(calibrated(files))
+    shuffled, parts = tmp_path / "shuffled.jsonl", tmp_path / "parts"
+    lines = files[1].read_text().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
+    shuffled.write_text("".join(lines))
+    parts.mkdir()
+    for k in range(3):
+        (parts / f"{k}.jsonl").write_text("".join(lines[k::3]))
+    assert facts(calibrated(files, shuffled)) == expected
+    assert facts(calibrated(files, parts)) == expected
+    exact = tmp_path / "exact.jsonl"
+    exact.write_text("".join(reversed(files[2].read_text().splitlines(keepends=True))))
+    assert facts(calibrated(files, exact=exact)) == expected
+    assert facts(calibrated(files, seed=1)) != expected
+
+
+def test_a_report_says_what_it_was_made_from(files):
+    found = calibrated(files, batch_size=32, seed=5)
+    assert found.provenance["batch_size"] == 32 and found.provenance["seed"] == 5
+    assert found.provenance["rollouts_prompts"] == found.provenance["reference_prompts"] == 12
+    made = next(read_rollouts(files[2])).provenance
+    assert {name: found.provenance[name] for name in made} == made
+    text = report.markdown(report.calibration(found, {}))
+    for fact in (made["model"], made["contract"], str(files[1]), str(files[2]), "temperature: 0.8"):
+        assert fact in text
+
+
+def test_an_inexact_reference_is_refused_with_its_token(files, tmp_path):
+    with pytest.raises(RolloutFormatError, match=r"noisy.jsonl:\d+: rollout_logprobs\[\d\] is .* the exact one"):
+        calibrated(files, exact=files[1])  # the engine's own file
+
+    def nudge(number, record):
+        if number == 7:
+            value = np.float32(record["rollout_logprobs"][2])
+            record["rollout_logprobs"][2] = float(np.nextafter(value, np.float32(-9)))
+
+    wrong = changed(files[2], tmp_path / "bit.jsonl", nudge)
+    with pytest.raises(RolloutFormatError, match=r"bit.jsonl:8: rollout_logprobs\[2\]"):
+        calibrated(files, exact=wrong)
+
+
+@pytest.mark.parametrize("fault", ["model", "temperature", "min_p"])
+def test_a_reference_of_something_else_is_refused(files, checkpoint, tmp_path, fault):
+    """With its provenance by name, and without it by its bits."""
+    model, params = files[0], PARAMS
+    if fault == "model":
+        model = exact_model(checkpoint("llama"))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.001)
+    else:
+        params = dataclasses.replace(PARAMS, **{fault: 0.9 if fault == "temperature" else 0.2})
+    named = fault if fault != "model" else "sampled with model"
+    bare = changed(files[2], tmp_path / "bare.jsonl", lambda _, record: record.pop("provenance"))
+    rollouts = list(mismatch.scored(read_rollouts(files[2]), model, params))
+    with pytest.raises(RolloutFormatError, match=named):
+        provenance.check_reference(rollouts, provenance.expected_provenance(model, params))
+    rollouts = list(mismatch.scored(read_rollouts(bare), model, params))
+    with pytest.raises(RolloutFormatError, match=r"bare.jsonl:\d+: rollout_logprobs.*no exact reference"):
+        provenance.check_reference(rollouts, provenance.expected_provenance(model, params))
+
+
+def test_rollouts_that_the_model_cannot_have_sampled_are_refused(files, tmp_path):
+    far = changed(
+        files[1], tmp_path / "far.jsonl", lambda _, r: r.update(rollout_logprobs=[-0.1] * len(r["token_ids"]))
+    )
+    with pytest.raises(RolloutFormatError, match=r"far.jsonl: log-probs differ .* nats on average.*--temperature"):
+        calibrated(files, far)
+    filtered = dataclasses.replace(PARAMS, min_p=0.9)
+    with pytest.raises(RolloutFormatError, match=r"noisy.jsonl: \d+ of \d+ tokens could not be sampled.*--min-p"):
+        calibrated(files, params=filtered)
+
+
+def test_the_checksum_of_an_engine_is_that_of_the_exact_model(files):
+    made = next(read_rollouts(files[2])).provenance
+    assert made == provenance.expected_provenance(files[0], PARAMS)
+
+
+BAD = {
+    "huge rewards": (lambda n, r: r.update(reward=1e300), r":1: reward is 1e\+300; expected a number of at most"),
+    "log-probs of -1e30": (
+        lambda n, r: r["rollout_logprobs"].__setitem__(0, -1e30),
+        r":1: rollout_logprobs\[0\] is -1e",
+    ),
+    "an id out of range": (
+        lambda n, r: n == 4 and r["token_ids"].__setitem__(1, 5000),
+        r":5: token_ids\[1\] is 5000; expected ids below 1001",
+    ),
+    "a prompt's id out of range": (
+        lambda n, r: n == 4 and r["prompt_token_ids"].__setitem__(0, 1001),
+        r":5: .*prompt_token_ids",
+    ),
+    "groups missing": (lambda n, r: n == 3 and r.pop("group"), r":4: no group, while .*:\d+ has one"),
+    "equal groups": (
+        lambda n, r: n == 3 and r.update(prompt_token_ids=[9, 9]),
+        r"group '1' has another prompt than in .*; expected equal",
+    ),
+    "no records": (lambda n, r: r.clear(), r"bad.jsonl: no rollouts"),
+    "truncated": (None, r":72: JSONDecodeError"),
+    "provenance": (lambda n, r: r.update(provenance=3), r":1: provenance is 3; expected an object"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_records_are_named(files, tmp_path, what):
+    change, message = BAD[what]
+    bad = tmp_path / "bad.jsonl"
+    if change is None:
+        bad.write_text(files[1].read_text()[:-30])
+    else:
+        changed(files[1], bad, change)
+    with pytest.raises(RolloutFormatError, match=message):
+        calibrated(files, bad)
+
+
+def test_a_reference_of_other_prompts_under_the_same_groups_is_refused(files, tmp_path):
+    def swap(_, record):
+        record["prompt_token_ids"] = [*record["prompt_token_ids"], 9]
+
+    with pytest.raises(RolloutFormatError, match="has another prompt than in"):
+        calibrated(files, exact=changed(files[2], tmp_path / "other.jsonl", swap))
+
+
+def test_copies_are_left_out_and_counted(files, tmp_path):
+    """Records written twice under other groups are no new evidence; short answers may repeat by chance."""
+    records = [json.loads(line) for line in files[1].read_text().splitlines()]
+    twice = records + [{**r, "group": r["group"]} for r in records]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in twice))
+    found = calibrated(files, path)
+    copies = sum(sum(r["rollout_logprobs"]) < -20 for r in records)
+    assert copies > 30
+    assert found.warnings == [f"{path}: {copies} records are copies of others, and are left out."]
+    assert found.provenance["rollouts_sequences"] == 144 - copies
+    short = [{"token_ids": [3], "rollout_logprobs": [-0.1], "old_logprobs": [-0.1]}] * 4
+    path.write_text("".join(json.dumps(r) + "\n" for r in short))
+    assert provenance.in_order(read_rollouts(path))[1] == 0
+
+
+def test_groups_in_one_file_only_are_left_out_and_counted(files, tmp_path):
+    fewer = changed(files[2], tmp_path / "fewer.jsonl", lambda n, r: r["group"] == "1" and r.clear())
+    found = calibrated(files, exact=fewer)
+    assert "1 groups are in one of the two files only" in found.warnings[0]
+    assert found.provenance["rollouts_prompts"] == 11
+
+
+def test_what_trainers_may_exclude_and_json_lacks_is_no_error(files, tmp_path):
+    """-inf is legal in old_logprobs, written as -1000; sums of it are no overflow, and what is infinite is null."""
+
+    def exclude(number, record):
+        old = [lp - 0.01 for lp in record["rollout_logprobs"]]
+        record["old_logprobs"] = [-1000.0] * (len(old) - 1) + old[-1:] if number < 2 else old
+
+    path = changed(files[1], tmp_path / "excluded.jsonl", exclude)
+    found = calibration.calibrate_files(path, None)
+    text = report.strict_json(report.calibration_numbers(found, {}))
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    diagnosed = mismatch.diagnose(path, use_tqdm=False).summary
+    json.loads(report.strict_json({**diagnosed, "inf": float("inf")}), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_users_own_candidates_join_the_grid(files, tmp_path):
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({
+        "mine": {"weight": {"ratio": "old/rollout", "high": 1.3}, "gates": [
+            {"ratio": "old/rollout", "kernel": "k3", "aggregate": "mean", "high": 0.01}]},
+        "dppo": {"preset": "dppo_tv", "high": 0.1},
+    }))  # fmt: skip
+    found = calibrated(files, candidates=own)
+    numbers = report.calibration_numbers(found, {})
+    rows = {row["name"]: row for row in numbers["assessments"]}
+    assert rows["mine"]["correction"]["weight"]["high"] == 1.3
+    assert {"mine", "dppo", "tis_geo_rs@" + next(n for n in rows if n.startswith("tis_geo_rs@")).split("@")[1]} <= set(
+        rows
+    )
+    for wrong, message in (
+        ('{"x": {"preset": "nothing"}}', "own.json: x: .*choose one of"),
+        ('{"x": {"weight": {"ratio": "current/rollout"}}}', "own.json: x: in mode decoupled"),
+        ("[1]", "own.json: not an object; expected a JSON object"),
+        ("{", "own.json: .*expected a JSON object"),
+    ):
+        own.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            calibrated(files, candidates=own)
+
+
+def test_other_ratios_are_diagnosed_where_the_records_have_them(files, tmp_path):
+    def stale(_, record):
+        record["old_logprobs"] = record["rollout_logprobs"]
+        record["current_logprobs"] = [lp - 0.25 for lp in record["rollout_logprobs"]]
+
+    path = changed(files[1], tmp_path / "stale.jsonl", stale)
+    for ratio in ("current/rollout", "current/old"):
+        found = mismatch.diagnose(path, use_tqdm=False, ratio=ratio)
+        assert found.summary["mean_abs"] == pytest.approx(0.25)
+        assert not found.warnings
+    assert mismatch.diagnose(path, use_tqdm=False).summary["max_abs"] == 0
+    with pytest.raises(RolloutFormatError, match=r"exact.jsonl:1: no current_logprobs; expected them"):
+        mismatch.diagnose(files[2], use_tqdm=False, ratio="current/old")
+
+
+def test_a_page_without_a_folder_is_refused_before_the_work(tmp_path):
+    missing = str(tmp_path / "nowhere" / "x.html")
+    for command in (["diagnose"], ["calibrate"]):
+        done = CliRunner().invoke(app, [*command, str(tmp_path / "unread.jsonl"), "--html", missing])
+        assert "no such folder" in str(done.exception)
+
+
+def test_the_verdict_is_the_same_on_page_console_and_in_json(files):
+    found = calibrated(files)
+    verdict = found.result.verdict
+    numbers = json.loads(report.strict_json(report.calibration_numbers(found, {})))
+    parts = report.calibration(found, {})
+    assert numbers["verdict"]["headline"] == verdict.headline
+    for text in (report.markdown(parts), report.page("x", parts)):
+        assert verdict.headline in text
+        assert verdict.reason[1:30] in text
+    assert "recommended: none" not in report.markdown(parts)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])
+def test_the_page_fits_its_window_and_follows_the_scheme(files, tmp_path, width, scheme):
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium")
+    found = calibrated(files)
+    path = tmp_path / "calibration.html"
+    path.write_text(report.page("Calibration", report.calibration(found, {"verl": "rollout_is: token"})))
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        problems: list[str] = []
+        page.on("pageerror", lambda e: problems.append(str(e)))
+        page.goto(path.as_uri())
+        picture = page.screenshot(path=str(tmp_path / "page.png"), full_page=True)
+        assert Path(tmp_path / "page.png").stat().st_size == len(picture) > 20_000
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+        assert page.locator(".verdict h2").bounding_box()["y"] < 300, "the verdict isn't what one sees first"
+        sizes = page.evaluate("[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height)")
+        assert min(sizes) > 7, "text of a figure is too small to read"
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+        assert page.locator("th abbr").count() >= 4
+        assert page.locator("details").count() >= 3
+        assert not problems
+        browser.close()
