@@ -42,7 +42,8 @@ class LLM:
         self.config = EngineConfig(**settings) if engine is None else engine.config
         adapter: Any = self.config.adapter
         if engine is None and adapter is not None:
-            self.config = replace(self.config, adapter=load_adapter_config(adapter))
+            chosen: Any = load_adapter_config(adapter)
+            self.config = replace(self.config, adapter=chosen)
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -65,8 +66,9 @@ class Worker:
             self.model = stage_model(path, config.dtype, device, layers, config.exact)
         first_layer = 0 if layers is None else layers[0]
         placed = {}
-        if config.adapter is not None:
-            placed = resolve_placements(load_config(path), config.adapter)
+        adapter: Any = config.adapter  # a LoraConfig, which `LLM` has made of it
+        if adapter is not None:
+            placed = resolve_placements(load_config(path), adapter)
             attach(self.model, {shift_layer(name, -first_layer): place for name, place in placed.items()})
         self.adapter = describe(placed)
         self.store = WeightStore(self.model, first_layer, layers is None, self.adapter, config.adapter_dtype)

@@ -66,7 +66,7 @@ def is_folder(source: object) -> TypeGuard[str | os.PathLike]:
     return isinstance(source, str | os.PathLike) and (pathlib.Path(source) / FILE).is_file()
 
 
-def load_adapter_config(adapter: LoraConfig | PeftModel | str | os.PathLike) -> LoraConfig:
+def load_adapter_config(adapter: LoraConfig | nn.Module | str | os.PathLike) -> LoraConfig:
     """Return the checked configuration of an adapter: given, of a PEFT model, or of a folder with PEFT's files.
 
     Raises UnsupportedModelError, naming the setting, for what samebits does not cover.
