@@ -35,7 +35,7 @@ def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) 
 
 def _seconds(executor: Executor, planner: Planner, rows: int) -> float:
     """Time one step of sequences of one token, each in a block of its own."""
-    request = Request("", None, [0], SamplingParams(n=rows), 0, ())
+    request = Request("", None, [0], SamplingParams(n=rows), 0, (), 0)
     batch = Batch([Sample(request, index, 1, False) for index in range(rows)])
     for block, seq in enumerate(batch.sequences):
         seq.block_table = [block]

@@ -133,8 +133,8 @@ class Scheduler:
         if seq.num_pending == 0:
             return False
         last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
-        late = seq.needs_tokens or bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
-        return last or late or not self.async_scheduling
+        drafts = bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
+        return last or drafts or seq.needs_tokens or not self.async_scheduling
 
     def _draft(self, seq: Sequence, budget: int) -> None:
         """Set the draft of a running sequence whose last token is computed now: in the budget, and in free blocks."""
