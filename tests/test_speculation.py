@@ -5,14 +5,14 @@ import itertools
 import random
 
 import pytest
-from test_schedules import two_versions
 
 from samebits import LLM, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.sampling_params import RequestOutputKind
 
-from helpers.schedules import check_results, random_requests, run_schedule
+from helpers.schedules import check_results, random_requests, run_schedule, two_versions
 
+VOCAB = 40  # so small that texts repeat themselves
 CASES = [1, pytest.param(12, marks=pytest.mark.slow)]
 
 
@@ -38,7 +38,7 @@ class Prophet:
     def __call__(self, ids):
         text = next((text for text in self.texts if text[: len(ids)] == ids), ids)
         right = text[len(ids) :][: self.wrong_after]
-        return right + [(ids[-1] + 1) % 1001] * 2
+        return right + [(ids[-1] + 1) % VOCAB] * 2
 
 
 class Noise:
@@ -48,7 +48,7 @@ class Noise:
         self.rng = random.Random(seed)
 
     def __call__(self, ids):
-        kinds = [[2], [self.rng.randrange(1001) for _ in range(5)], [], ids[-3:], [1001], ["x"]]
+        kinds = [[2], [self.rng.randrange(VOCAB) for _ in range(5)], [], ids[-3:], [VOCAB], ["x"]]
         return self.rng.choice(kinds)
 
 
@@ -72,13 +72,13 @@ DRAFTERS = ("suffix", "ngram", "right", "right, then wrong", "noise")
 
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
+@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), ("bfloat16", 2)])
 def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
-    path, models = two_versions(checkpoint, "qwen3", dtype)
+    path, models = two_versions(checkpoint, "qwen3", dtype, vocab_size=VOCAB)
     drafted = accepted = 0
     for case in range(cases):
         rng = random.Random(f"{drafter}-{dtype}-{stages}-{case}")
-        requests = random_requests(rng, 1001, 5, 45)
+        requests = random_requests(rng, VOCAB, 5, 30)
         settings = {"speculative_config": speculative_config(drafter, path, models, requests, rng)}
         if stages > 1:
             settings |= {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 3)}
@@ -97,7 +97,7 @@ def completions(llm, requests):
 
 
 def test_right_drafts_save_steps(checkpoint):
-    path, (model, _) = two_versions(checkpoint, "qwen3", "float32")
+    path, (model, _) = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
     params = SamplingParams(n=3, max_tokens=60, seed=1, ignore_eos=True)
     requests = [([5, 7, 9], params), ([5, 7, 9, 11], dataclasses.replace(params, seed=4))]
     plain = LLM(path)
@@ -138,9 +138,9 @@ def test_streams_show_drafted_tokens_as_any_others(checkpoint):
 
 
 def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, monkeypatch):
-    path, models = two_versions(checkpoint, "qwen3", "float32")
+    path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
     rng = random.Random(0)
-    requests = random_requests(rng, 1001, 5, 45)
+    requests = random_requests(rng, VOCAB, 5, 30)
 
     def receive(self, row, token, plain=EngineCore._receive):
         if row.draft is not None and row.position == len(row.sample.token_ids) and row.sample.finish_reason is None:
@@ -148,24 +148,6 @@ def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, 
         plain(self, row, token)
 
     monkeypatch.setattr(EngineCore, "_receive", receive)
-    config = speculative_config("right, then wrong", path, models, requests, rng)
-    results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config)
-    with pytest.raises(AssertionError):
-        check_results(models, requests, results)
-
-
-def test_negative_control_kv_of_a_refused_draft_that_is_kept_is_noticed(checkpoint, monkeypatch):
-    path, models = two_versions(checkpoint, "qwen3", "float32")
-    rng = random.Random(1)
-    requests = random_requests(rng, 1001, 5, 45)
-
-    def keep(self, row, token, plain=EngineCore._receive):
-        known = len(row.sample.token_ids)
-        plain(self, row, token)
-        if row.draft is not None and len(row.sample.token_ids) == known and row.sample.num_cached_tokens:
-            row.sample.num_cached_tokens = known  # as if the refused token's KV were that of the sampled one
-
-    monkeypatch.setattr(EngineCore, "_receive", keep)
     config = speculative_config("right, then wrong", path, models, requests, rng)
     results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config)
     with pytest.raises(AssertionError):
