@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import itertools
+import json
 import pathlib
 import types
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent
 NAMES: dict[str, Any] = {
     "Literal": Literal,
     "Sequence": Sequence,
+    "Any": Any,
     "pathlib": pathlib,
     "StructuredOutputsParams": str,
 }  # that the types of options are made of
@@ -114,9 +116,15 @@ def _option_type(annotation: Any) -> tuple[Any, dict[str, Any]]:
         annotation = [kind for kind in get_args(annotation) if kind is not types.NoneType][-1]
     if annotation in (Sequence[int], tuple[int, ...]):
         return str, {"parser": _integers, "metavar": "INT,INT,..."}
+    if annotation == dict[str, Any]:
+        return str, {"parser": _json, "metavar": "JSON"}
     if annotation == Sequence[str]:
         return list[str], {"metavar": "TEXT"}
     return annotation, {}
+
+
+def _json(text: str) -> dict[str, Any]:
+    return json.loads(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:

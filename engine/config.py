@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..scheduler import SpeculativeConfig
+
 BACKENDS = ("ray", "inproc")
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float)}
@@ -46,6 +48,8 @@ class EngineConfig:
     """Reuse KV across requests."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids only."""
+    speculative_config: dict[str, Any] | None = None
+    """Draft tokens, as {"method": "suffix", "num_speculative_tokens": 8}; see `SpeculativeConfig`. Unset, none."""
     exact: bool = True
     """Compute with the exact ops. False: with torch's own, the control without the promise."""
     pipeline_parallel_size: int = 1
@@ -80,6 +84,11 @@ class EngineConfig:
         return self.batches_in_flight or self.pipeline_parallel_size
 
     @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The settings of speculation, if there is any."""
+        return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
+
+    @property
     def overlaps(self) -> bool:
         """True if a step is prepared while the one before it runs."""
         if self.async_scheduling is None:
@@ -92,6 +101,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.speculation is not None and self.max_num_batched_tokens == 1:
+            raise ValueError(
+                "drafts need room in a step: raise max_num_batched_tokens, or leave out speculative_config"
+            )
         stages = self.pipeline_parallel_size
         if self.max_num_batched_tokens is None:
             object.__setattr__(self, "max_num_batched_tokens", 2048 if stages == 1 else 256)

@@ -15,7 +15,7 @@ import torch
 from ..kernels import ops
 from ..model.checkpoint import StoredWeights
 from ..model.exact import load_config
-from ..scheduler import Batch, BlockManager, Scheduler
+from ..scheduler import Batch, BlockManager, Scheduler, Speculator
 from .config import EngineConfig
 from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, WorkerEngine
@@ -25,6 +25,7 @@ from .outputs import EngineStats
 from .planner import Planner
 from .request import Request, Sample, SampledToken
 from .sampler import LogitsRow
+from .step_times import measure_step_seconds
 from .weights import WeightUpdate, WeightUpdateError, WorkerError, Workers
 from .worker import max_model_len
 
@@ -64,10 +65,15 @@ class EngineCore(WorkerEngine):
         blocks = BlockManager(executor.info.num_blocks, ops.backend(device).BLOCK)
         blocks.reset_prefix_cache(self._salt())
         self.capacity = blocks.num_blocks * blocks.block_size
+        model_config = load_config(path)
+        self.planner = Planner(model_config, device)
+        speculator = None
+        if config.speculation is not None:
+            seconds = measure_step_seconds(executor, self.planner, blocks.num_blocks)
+            speculator = Speculator(config.speculation, model_config.vocab_size, seconds)
         self.scheduler = Scheduler(
-            blocks, config.max_num_seqs, config.max_num_batched_tokens, config.num_batches, config.overlaps
+            blocks, config.max_num_seqs, config.max_num_batched_tokens, config.num_batches, config.overlaps, speculator
         )
-        self.planner = Planner(load_config(path), device)
         self._steps: deque[Step] = deque()  # under way, oldest first
         self._max_steps = 2 if config.overlaps else config.num_batches
         self._next_seq_id = 0
@@ -152,11 +158,11 @@ class EngineCore(WorkerEngine):
             raise
         self.scheduler.postprocess(batch)
         for i, row in enumerate(rows):
-            if row.target < 0:
+            if row.target >= 0:
+                row.sample.request.num_scores_due += 1
+            elif row.draft is None:
                 row.sample.num_pending += 1
                 row.sample.pending_row = i
-            else:
-                row.sample.request.num_scores_due += 1
         self._steps.append(Step(rows, result))
         return True
 
@@ -193,10 +199,14 @@ class EngineCore(WorkerEngine):
         """Give a token to its sample. What is wrong with a request ends that request alone."""
         sample = row.sample
         request = sample.request
-        if row.target < 0:
+        if row.target < 0 and row.draft is None:
             sample.num_pending -= 1
-        if sample.finish_reason is not None:  # it was aborted, or failed on an earlier result of this step
+        if sample.finish_reason is not None:  # it was aborted, or ended by an earlier result of this step
             return
+        if row.draft is not None:
+            if row.position != len(sample.token_ids) or sample.token_ids[-1] != row.draft:
+                return
+            self.scheduler.accept(sample)
         if math.isnan(token.logprob):
             self._fail(request, "non-finite logits; check the weights")
             return

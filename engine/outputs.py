@@ -72,6 +72,8 @@ COUNTERS = (  # the fields of EngineStats that only grow
     "prefix_hit_tokens",
     "generation_tokens",
     "preemptions",
+    "draft_tokens",
+    "accepted_tokens",
     "step_seconds",
 )
 
@@ -90,5 +92,7 @@ class EngineStats:
     prefix_hit_tokens: int
     generation_tokens: int
     preemptions: int
+    draft_tokens: int
+    accepted_tokens: int
     step_seconds: float
     weight_version: int

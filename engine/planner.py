@@ -70,10 +70,13 @@ def _logits_rows(batch: Batch) -> list[LogitsRow]:
         if seq.request.params.prompt_logprobs is not None and seq.sample_index == 0:
             done = seq.request.num_scores_due  # recompute after preemption scores nothing twice
             for position in range(max(start, done), min(end, seq.num_prompt_tokens - 1)):
-                rows.append(LogitsRow(seq, first + position - start, seq.token_ids[position + 1]))
+                rows.append(LogitsRow(seq, first + position - start, position + 1, seq.token_ids[position + 1]))
         if seq.samples_now:
+            last = first + seq.num_tokens - 1 - start
             for sample in (seq, *seq.siblings):
                 assert isinstance(sample, Sample)
-                rows.append(LogitsRow(sample, first + end - start - 1, -1, seq.stale_kv))
+                rows.append(LogitsRow(sample, last, seq.num_tokens, stale_kv=seq.stale_kv))
+            for ahead, token in enumerate(seq.draft, 1):
+                rows.append(LogitsRow(seq, last + ahead, seq.num_tokens + ahead, stale_kv=seq.stale_kv, draft=token))
         first += end - start
     return rows

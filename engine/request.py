@@ -32,6 +32,7 @@ class Sample(Sequence):
     def __init__(self, request: Request, index: int, max_tokens: int, use_prefix_cache: bool):
         super().__init__(-1, request.prompt_token_ids, max_tokens, index, use_prefix_cache)  # numbered when submitted
         self.request = request
+        self.seed = request.seed
         self.sampled: list[SampledToken] = []
         self.versions: list[tuple[int, bool]] = []  # of each sampled token: weight version, stale KV
         self.finish_reason: str | None = None
@@ -66,12 +67,11 @@ class Sample(Sequence):
             for token in self.completion_token_ids:  # sampled by another replica
                 self.constraint.advance(token)
 
-    @property
-    def mask(self) -> np.ndarray | None:
-        """The tokens that may come next, one bit each, u32 [ceil(V / 32)]; None: all."""
-        if self.constraint is not None:
+    def mask(self, position: int) -> np.ndarray | None:
+        """Return the tokens that may become token number `position`, one bit each, u32 [ceil(V / 32)]; None: all."""
+        if self.constraint is not None:  # then it is the next one
             return self.constraint.mask
-        early = self.num_tokens - self.num_prompt_tokens < self.request.params.min_tokens
+        early = position - self.num_prompt_tokens < self.request.params.min_tokens
         return self.request.early_mask if early else None
 
     @property

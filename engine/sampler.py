@@ -19,18 +19,22 @@ LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
 class LogitsRow:
     """A row of logits that a step computes: for the token after number `token` of the step.
 
-    The token is sampled, or scored where `target` says which it is. stale_kv: older weights computed some of the KV.
+    It becomes token number `position` of the sample: sampled, or scored where `target` says which it is. stale_kv:
+    older weights computed some of the KV. draft: the token before it, not sampled yet; where another one is sampled,
+    the row is void.
     """
 
     sample: Sample
     token: int
+    position: int
     target: int = -1
     stale_kv: bool = False
+    draft: int | None = None
 
     @property
     def mask(self) -> np.ndarray | None:
         """The tokens that may be sampled, as `Backend.sample` takes them; None: all. What is scored is not masked."""
-        return self.sample.mask if self.target < 0 else None
+        return self.sample.mask(self.position) if self.target < 0 else None
 
 
 @dataclass
@@ -63,7 +67,7 @@ class SamplingMetadata:
             targets=np.array([r.target for r in rows], np.int64),
             seeds=np.array([r.seed for r in requests], np.uint64),
             sample_indices=np.array([r.sample.sample_index for r in rows], np.int64),
-            positions=np.array([r.sample.num_tokens for r in rows], np.int64),
+            positions=np.array([r.position for r in rows], np.int64),
             params=ops.RowParams(
                 np.array([p.temperature for p in params], np.float64),
                 np.array([p.top_k for p in params], np.int64),

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter
 
 from .block_manager import BlockManager
+from .drafts import Speculator
 from .sequence import Sequence, SequenceStatus
 
 _arrival = attrgetter("seq_id")
@@ -16,12 +17,14 @@ _arrival = attrgetter("seq_id")
 
 @dataclass
 class SchedulerStats:
-    """Counts of tokens, preemptions and steps since the start."""
+    """Counts of tokens, preemptions and steps since the start; of drafted tokens, too, and of those that were right."""
 
     prompt_tokens_computed: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass
@@ -45,6 +48,8 @@ class Scheduler:
     Several steps may be under way at once: they are computed in the order in which they are scheduled, so KV counts as
     existing from then on. Only a sampled token is late. Its sequence waits (`batches_in_flight`, for pipelines, whose
     steps share the sequences out), or with `async_scheduling` is in the next step, too, without knowing its last token.
+
+    speculator: drafts tokens for sequences that reach their last one; these wait for what comes of it.
     """
 
     def __init__(
@@ -54,11 +59,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         batches_in_flight: int = 1,
         async_scheduling: bool = False,
+        speculator: Speculator | None = None,
     ):
         if max_num_seqs < 1 or max_num_batched_tokens < 1 or batches_in_flight < 1:
             raise ValueError("max_num_seqs, max_num_batched_tokens and batches_in_flight must be positive")
         self.batches_in_flight = batches_in_flight
         self.async_scheduling = async_scheduling
+        self.speculator = speculator
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -84,19 +91,23 @@ class Scheduler:
         busy = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         share = -(-busy // self.batches_in_flight)  # or the first batch would take all sequences
         preempted = False
+        if self.speculator is not None and self.running:
+            rows = sum(seq.num_tokens - seq.num_cached_tokens for seq in self.running)
+            self.speculator.begin_step(len(self.running), rows)
         for seq in list(self.running):
             if budget == 0 or len(batch.sequences) == share:
                 break
             if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for an older one, just now
                 continue
             tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
+            self._draft(seq, budget)
             while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 preempted = True
                 self.preempt_newest()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
-                budget -= self._take(batch, seq, tokens)
+                budget -= self._take(batch, seq, tokens + len(seq.draft))
         while self.waiting and not preempted and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if seq.num_pending or len(batch.sequences) == share:
@@ -119,8 +130,21 @@ class Scheduler:
 
     def _waits(self, seq: Sequence) -> bool:
         """True if a token under way is the sequence's last one, or has to be known first."""
+        if seq.num_pending == 0:
+            return False
         last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
-        return seq.num_pending > 0 and (last or seq.needs_tokens or not self.async_scheduling)
+        drafts = bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
+        return last or drafts or seq.needs_tokens or not self.async_scheduling
+
+    def _draft(self, seq: Sequence, budget: int) -> None:
+        """Set the draft of a running sequence whose last token is computed now: in the budget, and in free blocks."""
+        seq.draft = []
+        room = budget - (seq.num_tokens - seq.num_cached_tokens)
+        if self.speculator is None or room < 1 or seq.num_pending or seq.needs_tokens:
+            return
+        draft = self.speculator.draft(seq)[:room]
+        if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
+            seq.draft = draft
 
     def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
         assert tokens > 0, f"{seq} has nothing to compute"
@@ -145,6 +169,7 @@ class Scheduler:
         del queue[place]
         self.blocks.free(seq)
         seq.num_scheduled_tokens = 0
+        seq.draft = []
         seq.stale_kv = False
 
     def postprocess(self, batch: Batch) -> list[Sequence]:
@@ -158,14 +183,21 @@ class Scheduler:
         for seq in batch.sequences:
             prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
             self.stats.prompt_tokens_computed += min(seq.num_scheduled_tokens, prompt_left)
-            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_cached_tokens += seq.num_scheduled_tokens - len(seq.draft)
             seq.num_scheduled_tokens = 0
+            self.stats.draft_tokens += len(seq.draft)
             self.blocks.cache_blocks(seq)
         sampling: list[Sequence] = []
         for seq in batch.sequences:
             if seq.num_cached_tokens == seq.num_tokens:
                 sampling += [seq, *self._fork(seq)]
         return sampling
+
+    def accept(self, seq: Sequence) -> None:
+        """Record that a drafted token was sampled: its KV exists."""
+        self.stats.accepted_tokens += 1
+        if seq.status is SequenceStatus.RUNNING:  # not preempted meanwhile
+            seq.num_cached_tokens += 1
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """Start the siblings of a sequence whose prompt's KV exists, before it grows. Return them.
@@ -194,6 +226,7 @@ class Scheduler:
         tokens = batch.num_tokens
         for seq in sequences:
             seq.num_scheduled_tokens = 0
+            seq.draft = []
         if tokens > len(sequences):
             self.max_num_batched_tokens = max(len(sequences), tokens // 2)
         elif len(sequences) > 1:
@@ -207,6 +240,8 @@ class Scheduler:
         self.blocks.cache_blocks(seq)
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
+        if self.speculator is not None:
+            self.speculator.finish(seq)
 
     def preempt_all(self, salt: bytes, keep: Set[int] = frozenset()) -> None:
         """Forget all KV, since the weights are new; running sequences start over from their tokens.

@@ -20,7 +20,8 @@ class Sequence:
         | KV exists                 | computed by this step         | still to compute  |
 
     Prefix hit, chunk, decode and recompute all mean "compute `num_scheduled_tokens` from `num_cached_tokens` on".
-    The step that reaches `num_tokens` samples the next token. With several steps under way, `num_tokens` counts the
+    The step that reaches `num_tokens` samples the next token; it may compute a `draft` beyond it, which no counter but
+    `num_scheduled_tokens` has until its tokens are sampled. With several steps under way, `num_tokens` counts the
     `num_pending` tokens that they sample, though their ids are not known yet.
     """
 
@@ -48,6 +49,8 @@ class Sequence:
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
         self.needs_tokens = False  # no step of it may be scheduled before its last token is known
+        self.seed = 0  # of its random numbers
+        self.draft: list[int] = []  # tokens after the last one, computed with it in case that they are sampled
         self.num_pending = 0  # tokens that steps under way sample; num_tokens counts them
         self.pending_row = 0  # the newest one's place among the step's rows of logits
 
@@ -69,13 +72,16 @@ class Sequence:
     @property
     def scheduled_token_ids(self) -> list[int]:
         """The tokens that this step computes; one that the step before samples from row i of its logits is -1 - i."""
-        known = self.token_ids[self.num_cached_tokens : self.num_cached_tokens + self.num_scheduled_tokens]
-        return known if len(known) == self.num_scheduled_tokens else [*known, -1 - self.pending_row]
+        end = self.num_cached_tokens + self.num_scheduled_tokens
+        known = self.token_ids[self.num_cached_tokens : end]
+        if self.samples_now:
+            return [*known, *([-1 - self.pending_row] if self.num_pending else self.draft)]
+        return known
 
     @property
     def samples_now(self) -> bool:
         """True if the scheduled step reaches the last token, so that the next one is sampled."""
-        return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
+        return self.num_cached_tokens + self.num_scheduled_tokens >= self.num_tokens
 
     def check_fits(self, capacity: int) -> None:
         """Raise ValueError if the sequence could ever outgrow a KV cache of `capacity` tokens."""

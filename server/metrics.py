@@ -38,6 +38,8 @@ class Metrics:
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
             (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
             (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),
+            (CounterMetricFamily, "draft_tokens", "Tokens drafted", load.draft_tokens),
+            (CounterMetricFamily, "accepted_tokens", "Drafted tokens that were sampled", load.accepted_tokens),
             (CounterMetricFamily, "preemptions", "Sequences whose KV was taken for others", load.preemptions),
         )
         for family, name, text, value in rows:

@@ -11,15 +11,9 @@ from samebits.trainer import exact_model, token_logprobs
 from helpers.adapters import adapted_model, lora
 from helpers.models import CONFIGS
 from helpers.oracle import oracle
-from helpers.schedules import check_results, random_requests, run_schedule
+from helpers.schedules import check_results, random_requests, run_schedule, two_versions
 
 CASES = [3, pytest.param(24, marks=pytest.mark.slow)]  # and more, if these preempt no sequence or share no prefix
-
-
-def two_versions(checkpoint, family, dtype, **overrides):
-    """A checkpoint, and the models of its weights and of others."""
-    paths = [checkpoint(family, seed=seed, **overrides) for seed in (0, 1)]
-    return paths[0], [exact_model(path, dtype) for path in paths]
 
 
 def check_schedules(path, dtype, models, name, cases, first=0, settings=lambda rng: {}) -> None:

@@ -9,7 +9,7 @@ from samebits import LLM, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.model_runner import ModelRunner
 from samebits.kernels import ops
-from samebits.trainer import token_logprobs
+from samebits.trainer import exact_model, token_logprobs
 
 from helpers.invariants import check_scheduler
 from helpers.oracle import oracle
@@ -22,6 +22,12 @@ FILTERS = [
     {"min_p": 0.05},
     {"temperature": 0.0},
 ]
+
+
+def two_versions(checkpoint, family, dtype, **overrides):
+    """A checkpoint, and the models of its weights and of others."""
+    paths = [checkpoint(family, seed=seed, **overrides) for seed in (0, 1)]
+    return paths[0], [exact_model(path, dtype) for path in paths]
 
 
 def random_requests(rng: random.Random, vocab: int, count: int, longest: int):

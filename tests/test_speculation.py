@@ -1,0 +1,169 @@
+"""The promise: no draft changes a bit. Drafters of all kinds under random schedules, with a negative control."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from samebits import LLM, SamplingParams
+from samebits.engine.core import EngineCore
+from samebits.engine.sampling_params import RequestOutputKind
+
+from helpers.schedules import check_results, random_requests, run_schedule, two_versions
+
+VOCAB = 40  # so small that texts repeat themselves
+CASES = [1, pytest.param(12, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def _rows_cost_nothing(monkeypatch):
+    """So that everything that can be drafted is, whatever this machine's clock says."""
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+
+
+class Prophet:
+    """Knows what comes: the tokens of some requests under some weights. wrong_after: right ones, then two others."""
+
+    def __init__(self, path, models, requests, wrong_after=100):
+        self.wrong_after = wrong_after
+        llm = LLM(path, dtype=str(models[0].dtype).removeprefix("torch."))
+        prompts, params = zip(*requests, strict=True)
+        self.texts = []
+        for model in models:
+            llm.update_weights(model)
+            for out in llm.generate(list(prompts), list(params), use_tqdm=False):
+                self.texts += [out.prompt_token_ids + c.token_ids for c in out.completions]
+
+    def __call__(self, ids):
+        text = next((text for text in self.texts if text[: len(ids)] == ids), ids)
+        right = text[len(ids) :][: self.wrong_after]
+        return right + [(ids[-1] + 1) % VOCAB] * 2
+
+
+class Noise:
+    """Random tokens, EOS among them, and now and then none, or something that is no token."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def __call__(self, ids):
+        kinds = [[2], [self.rng.randrange(VOCAB) for _ in range(5)], [], ids[-3:], [VOCAB], ["x"]]
+        return self.rng.choice(kinds)
+
+
+def speculative_config(kind, path, models, requests, rng):
+    """A setting of `speculative_config`; `kind` names the drafter."""
+    drafters = {
+        "right": lambda: Prophet(path, models, requests),
+        "right, then wrong": lambda: Prophet(path, models, requests, rng.randint(0, 3)),
+        "noise": lambda: Noise(rng.random()),
+    }
+    method = drafters[kind]() if kind in drafters else kind
+    return {
+        "method": method,
+        "num_speculative_tokens": rng.choice((1, 2, 5, 8)),
+        "prompt_lookup_min": rng.choice((1, 2)),
+    }
+
+
+DRAFTERS = ("suffix", "ngram", "right", "right, then wrong", "noise")
+
+
+@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), ("bfloat16", 2)])
+def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
+    path, models = two_versions(checkpoint, "qwen3", dtype, vocab_size=VOCAB)
+    drafted = accepted = 0
+    for case in range(cases):
+        rng = random.Random(f"{drafter}-{dtype}-{stages}-{case}")
+        requests = random_requests(rng, VOCAB, 5, 30)
+        settings = {"speculative_config": speculative_config(drafter, path, models, requests, rng)}
+        if stages > 1:
+            settings |= {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 3)}
+        results, llm = run_schedule(path, dtype, rng, requests, models, **settings)
+        check_results(models, requests, results)
+        drafted += llm.stats().draft_tokens
+        accepted += llm.stats().accepted_tokens
+    assert drafted
+    assert accepted or not drafter.startswith("right")
+
+
+def completions(llm, requests):
+    """What the engine returns, without the requests' names."""
+    prompts, params = zip(*requests, strict=True)
+    return [out.completions for out in llm.generate(list(prompts), list(params), use_tqdm=False)]
+
+
+def test_right_drafts_save_steps(checkpoint):
+    path, (model, _) = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
+    params = SamplingParams(n=3, max_tokens=60, seed=1, ignore_eos=True)
+    requests = [([5, 7, 9], params), ([5, 7, 9, 11], dataclasses.replace(params, seed=4))]
+    plain = LLM(path)
+    expected = completions(plain, requests)
+    llm = LLM(path, speculative_config={"method": Prophet(path, [model], requests), "num_speculative_tokens": 8})
+    for _ in range(2):
+        assert completions(llm, requests) == expected
+    stats = llm.stats()
+    assert stats.steps < 2 * plain.stats().steps / 4
+    assert stats.accepted_tokens <= stats.draft_tokens
+
+
+def test_repeated_rollouts_of_equal_seeds_are_drafted_from_the_first(checkpoint):
+    """Common random numbers: what was drawn before is drawn again."""
+    llm = LLM(checkpoint("qwen3"), speculative_config={"method": "suffix"})
+    params = SamplingParams(n=2, max_tokens=80, seed=3, ignore_eos=True)
+    first = completions(llm, [([5, 7, 9], params)])
+    steps = llm.stats().steps
+    assert completions(llm, [([5, 7, 9], params)]) == first
+    assert llm.stats().steps - steps < 80 / 4
+
+
+def test_streams_show_drafted_tokens_as_any_others(checkpoint):
+    path = checkpoint("qwen3")
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    plain, drafting = LLM(path), LLM(path, speculative_config={"method": "suffix"})
+    for _ in range(2):  # the second time with drafts
+        streams = []
+        for llm in (plain, drafting):
+            llm.add_request([5, 7, 9], params)
+            parts = []
+            while llm.has_unfinished_requests():
+                parts += [(c.token_ids, c.logprobs) for out in llm.step() for c in out.completions]
+            streams.append(parts)
+        joined = [[[*itertools.chain.from_iterable(part[i] for part in parts)] for i in (0, 1)] for parts in streams]
+        assert joined[0] == joined[1]
+    assert len(streams[1]) < len(streams[0])
+
+
+def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, monkeypatch):
+    path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
+    rng = random.Random(0)
+    requests = random_requests(rng, VOCAB, 5, 30)
+
+    def receive(self, row, token, plain=EngineCore._receive):
+        if row.draft is not None and row.position == len(row.sample.token_ids) and row.sample.finish_reason is None:
+            row.draft = row.sample.token_ids[-1]
+        plain(self, row, token)
+
+    monkeypatch.setattr(EngineCore, "_receive", receive)
+    config = speculative_config("right, then wrong", path, models, requests, rng)
+    results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config)
+    with pytest.raises(AssertionError):
+        check_results(models, requests, results)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"method": "eagle"}, "choose suffix, ngram, or give a callable"),
+        ({"method": "suffix", "num_speculative_tokens": 0}, "must be a positive integer"),
+        ({"method": "ngram", "prompt_lookup_min": True}, "must be a positive integer"),
+    ],
+)
+def test_settings_are_checked(checkpoint, config, problem):
+    with pytest.raises(ValueError, match=problem):
+        LLM(checkpoint("qwen3"), speculative_config=config)
+    with pytest.raises(TypeError, match="num_tokens"):
+        LLM(checkpoint("qwen3"), speculative_config={"method": "suffix", "num_tokens": 3})
