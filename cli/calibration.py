@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..correction import Correction
 from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
+from ..correction.calibration.verdict import MARGIN, MAX_BIAS
 from ..correction.losses import Mode, check_combination
 from ..engine import SamplingParams
 from ..integrations.corrections import from_plain
@@ -45,10 +46,11 @@ def calibrate_files(
     batch_size: int = 256,
     seed: int = 0,
     candidates: str | Path | None = None,
-    **limits: float,
+    margin: float = MARGIN,
+    max_bias: float = MAX_BIAS,
 ) -> Calibrated:
     """The calibration of a file of traces against one of exact rollouts. candidates: a file with more of them, as
-    `read_candidates` reads it; limits: margin, max_bias of `calibrate`.
+    `read_candidates` reads it; margin, max_bias: see `calibrate`.
 
     With a model both are re-scored: a reference whose log-probs are not the exact ones, bit for bit, is refused, and so
     are traces that the model can't have sampled. The order of records changes nothing.
@@ -62,8 +64,14 @@ def calibrate_files(
     sides, dropped = origin.shared_groups(*sides)
     if dropped:
         warnings.append(f"{dropped} groups are in one of the two files only, and are left out.")
-    facts = {"mode": mode, "batch_size": batch_size, "seed": seed, **limits, "rollouts": str(path)}
-    facts |= _kinds("rollouts", sides[0])
+    facts: dict[str, Any] = {
+        "mode": mode,
+        "batch_size": batch_size,
+        "seed": seed,
+        "margin": margin,
+        "max_bias": max_bias,
+    }
+    facts |= {"rollouts": str(path), **_kinds("rollouts", sides[0])}
     if reference is not None:
         facts |= {"reference": str(reference), **_kinds("reference", sides[1])}
     if model is not None:
@@ -78,7 +86,9 @@ def calibrate_files(
     traces = [_traces(side, names, model, params, seed) for side in sides]
     grid = candidate_grid(traces[0].logprobs, mode) | own
     truth = traces[1] if len(traces) > 1 else None
-    result = calibrate(traces[0], grid, truth, mode=mode, batch_size=batch_size, seed=seed, **limits)
+    result = calibrate(
+        traces[0], grid, truth, mode=mode, batch_size=batch_size, margin=margin, max_bias=max_bias, seed=seed
+    )
     return Calibrated(result, grid, facts, warnings)
 
 

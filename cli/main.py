@@ -298,9 +298,8 @@ def calibrate(
     params = SamplingParams(**sampling)
     report.check_target(page)
     scorer, _ = _scorer(model, engine)
-    limits = {"margin": margin, "max_bias": max_bias}
     found = calibration.calibrate_files(
-        rollouts, reference, scorer, params, mode, batch_size, seed, candidates, **limits
+        rollouts, reference, scorer, params, mode, batch_size, seed, candidates, margin, max_bias
     )
     chosen = found.result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets(mode, found.candidates[chosen])

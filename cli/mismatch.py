@@ -168,7 +168,8 @@ def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> i
     with prompts.open("rb") as file:
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
     outputs = llm.generate(list(asked.values()), params)
-    provenance = provenance_of(llm.weight_checksums(), llm.contract, params)
+    contract = llm.contract  # None where the engine is not exact
+    provenance = None if contract is None else provenance_of(llm.weight_checksums(), contract, params)
 
     def rollouts() -> Iterator[Rollout]:
         for group, output in zip(asked, outputs, strict=True):

@@ -212,7 +212,7 @@ def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'samebits[report]'") from error
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-    style = dict.fromkeys(ink, _INK) | {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = dict.fromkeys(ink, _INK) | {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         return figure, figure.subplots(rows, columns)

@@ -144,7 +144,7 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
         if array.ndim != 1 or (array.size != size and key != "prompt_token_ids"):
             _fail(source, f"{key} has shape {list(array.shape)}, token_ids {list(arrays['token_ids'].shape)}", expected)
         wrong = ~((array >= low) & (array <= high))
-        if key in _LOGPROBS and key != "rollout_logprobs":
+        if key in _LOGPROBS and key != "rollout_logprobs" and wrong.any():
             wrong &= array != -np.inf  # a token that the trainer's filters exclude
         if key not in ("mask", "prompt_token_ids"):
             wrong &= sampled

@@ -185,7 +185,7 @@ def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
     assert result["provenance"]["reference_sequences"] == 48
     assert len(result["provenance"]["model"]) == 32
     table = samebits("calibrate", noisy, "--reference", exact)
-    assert "no gradients to compare" in table.stdout.replace("\n", " "), table.stderr
+    assert "No gradients to compare" in table.stdout.replace("\n", " "), table.stderr
     assert (tmp_path / "c.html").exists()
     bad = samebits("diagnose", prompts)
     assert bad.returncode == 2

@@ -47,12 +47,12 @@ def covered(spread, count, batch, sets, resamples=300):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spread", "count", "batch"), [(0.3, 1500, 256), (0.6, 1500, 4096), (1.0, 1500, 256)])
-def test_intervals_cover_in_90_to_99_percent_of_200_data_sets(spread, count, batch):
+def test_intervals_cover_in_90_to_98_percent_of_200_data_sets(spread, count, batch):
     for name, (given, cosine, direction) in covered(spread, count, batch, 200).items():
         if given < 50:  # refused nearly always, as it should be
             assert name == "sequence_is"
             continue
-        assert 0.9 <= cosine / given <= 0.99, (name, given, cosine)
+        assert 0.9 <= cosine / given <= 0.98, (name, given, cosine)
         assert direction / given >= 0.88, (name, given, direction)
 
 
