@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..correction.calibration import Scores
-from ..engine.weights.spec import buckets
-from ..kernels import ops
-from ..trainer.logprobs import PackedBatch, exact_head
+from ..trainer.logprobs import exact_head
+from ..trainer.rescore import packed_batches
 
 Pair = tuple[list[int], list[int]]
 
@@ -43,16 +41,10 @@ def token_scores(model: PreTrainedModel, rollouts: Sequence[Pair], temperature: 
     bar = tqdm(total=len(rollouts), desc="Gradients", unit="seq", delay=2)
     left: list[torch.Tensor] = []
     right: list[torch.Tensor] = []
-    block = ops.backend(model.device).BLOCK
-    for batch in buckets(rollouts, lambda pair: len(pair[0]) + len(pair[1]), _TOKENS):
-        prompts = [prompt for prompt, _ in batch]
-        # whole blocks of a prompt that the one before it has, too, and never its last token, whose logits are asked for
-        shared = [0] + [(len(b) - 1) // block * block if a == b else 0 for a, b in pairwise(prompts)]
-        rows = [torch.tensor([*p[s:], *completion]) for (p, completion), s in zip(batch, shared, strict=True)]
-        packed = PackedBatch.of(model, rows, [len(completion) for _, completion in batch], shared)
-        states = model.base_model(**packed.inputs()).last_hidden_state[0]
-        for index in packed.index.split(max(1, _LOGITS // vocab)):
-            chosen = packed.ids[index + 1]
+    for batch in packed_batches(model, rollouts, _TOKENS):
+        states = model.get_decoder()(**batch.inputs()).last_hidden_state[0]
+        for index in batch.index.split(max(1, _LOGITS // vocab)):
+            chosen = batch.ids[index + 1]
             probabilities = (head(states[index]) / temperature).softmax(-1)
             if projection is None:
                 error = -probabilities
@@ -61,5 +53,5 @@ def token_scores(model: PreTrainedModel, rollouts: Sequence[Pair], temperature: 
                 error = projection[chosen] - probabilities @ projection
             left.append((error / temperature).cpu())
             right.append(states[index].float().cpu())
-        bar.update(len(batch))
+        bar.update(len(batch.counts))
     return Scores(torch.cat(left), torch.cat(right), blocks)

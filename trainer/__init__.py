@@ -3,12 +3,11 @@
 from ..model import exact_model
 from .fsdp import shard
 from .logprobs import selective_log_softmax, token_logprobs
-from .rescore import gradient_sketch, rescore
+from .rescore import rescore
 from .weight_sync import save_weights
 
 __all__ = [
     "exact_model",
-    "gradient_sketch",
     "rescore",
     "save_weights",
     "selective_log_softmax",

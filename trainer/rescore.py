@@ -1,4 +1,4 @@
-"""Log-probs and gradient sketches of rollouts that another engine made."""
+"""Log-probs of rollouts that another engine made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
-from .logprobs import PackedBatch, exact_head
+from .logprobs import PackedBatch
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -35,44 +35,15 @@ def rescore(
     tokenizer: the engine's, where sampling_params has structured_outputs.
     """
     params = sampling_params or SamplingParams()
-    for batch in _batches(model, rollouts, max_num_batched_tokens, share_prefixes):
+    for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes):
         found = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
         yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
 
 
-@torch.no_grad()
-def gradient_sketch(
-    model: PreTrainedModel,
-    rollouts: Iterable[Pair],
-    temperature: float = 1.0,
-    width: int = 16,
-    seed: int = 0,
-    max_num_batched_tokens: int = 4096,
-) -> Iterator[Tensor]:
-    """A random projection of each token's d log pi / d lm_head weight = (onehot - pi) h^T / T, fp32 [T, width^2].
-
-    Both factors are projected by Gaussian matrices that `seed` fixes, so that inner products keep their expectation
-    (Johnson & Lindenstrauss, 1984). pi is unfiltered: top-k, top-p and min-p are left out.
-    """
-    head = exact_head(model)
-    vocab = model.config.vocab_size
-    generator = torch.Generator().manual_seed(seed)
-    left = (torch.randn(vocab, width, generator=generator) / width**0.5).to(model.device)
-    right = (torch.randn(model.config.hidden_size, width, generator=generator) / width**0.5).to(model.device)
-    for batch in _batches(model, rollouts, max_num_batched_tokens, True):
-        hidden = model.get_decoder()(**batch.inputs()).last_hidden_state[0]
-        parts = []
-        for index in batch.index.split(max(1, _LOGITS // vocab)):
-            rows = hidden[index]
-            error = left[batch.ids[index + 1]] - (head(rows) / temperature).softmax(-1) @ left
-            parts.append((error[:, :, None] * (rows.float() @ right)[:, None, :]).flatten(1) / temperature)
-        yield from torch.cat(parts).cpu().split(batch.counts)
-
-
-def _batches(
-    model: PreTrainedModel, rollouts: Iterable[Pair], budget: int, share_prefixes: bool
+def packed_batches(
+    model: PreTrainedModel, rollouts: Iterable[Pair], budget: int, share_prefixes: bool = True
 ) -> Iterator[PackedBatch]:
-    """Batches of at most `budget` tokens to compute."""
+    """Yield batches of at most `budget` tokens to compute; see `rescore`."""
     block = ops.backend(model.device).BLOCK
     before: Sequence[int] = ()
     rows: list[Tensor] = []
