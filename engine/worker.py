@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,9 +159,9 @@ class Worker:
         with closing(self._groups[group].receive(specs, bucket_bytes)) as tensors:
             update.load(tensors)
 
-    def prepare_update(self, update_id: str) -> None:
-        """Raise unless `commit_update` could put the update in force."""
-        self._update(update_id).check_complete()
+    def prepare_update(self, update_id: str, parts: Set[bool]) -> None:
+        """Raise unless `commit_update` could put the update in force, which brings these parts (see `parts_of`)."""
+        self._update(update_id).check_complete(parts)
 
     def commit_update(self, update_id: str) -> None:
         """Put the update in force."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...model.checkpoint import manifest
 from ...model.exact import all_finite
 from ...model.stage import shift_layer
 from .spec import TensorSpec, checksum
-from .table import WeightTable, WeightUpdateError
+from .table import WeightTable, WeightUpdateError, parts_of
 
 
 class WeightStore:
@@ -157,10 +157,12 @@ class StagedWeights:
         """Stage the tensors of a checkpoint directory."""
         self.load(self._from_directory(path))
 
-    def check_complete(self) -> None:
-        """Raise WeightUpdateError where tensors of this worker are missing."""
-        if self.given or self.store.absent:  # a stage may have no part of an adapter
-            self.store.table.check_complete(self.given, self.store.absent)
+    def check_complete(self, parts: Set[bool]) -> None:
+        """Raise WeightUpdateError where tensors of this worker are missing: of these parts, and those that are absent.
+
+        A stage may have nothing of an adapter.
+        """
+        self.store.table.check_complete(self.given, parts | parts_of(self.store.absent))
 
     def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         entries = manifest(path)

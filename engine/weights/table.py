@@ -68,21 +68,26 @@ class WeightTable:
         seconds = {a for a, b in self.tied.items() if a in parameters and parameters[a] is parameters.get(b)}
         return {name: tensor for name, tensor in module.state_dict().items() if name not in seconds}
 
-    def missing(self, names: set[str], absent: Set[str] = frozenset()) -> list[str]:
-        """Return the tensors that `names`, and what is tied to them, leave out of the base or adapter that they are of.
+    def missing(self, names: set[str], parts: Set[bool] = frozenset()) -> list[str]:
+        """Return the tensors that `names`, and what is tied to them, leave out of the model's parts.
 
-        absent: tensors that the model lacks now, which an update has to bring, too.
+        parts: True for the adapter, False for the base; unset, those that the names are of, or else both.
         """
-        parts = {is_adapter_tensor(name) for name in names | absent or self.shapes}
+        parts = parts or parts_of(names or self.shapes)
         wanted = {name for name in self.shapes if is_adapter_tensor(name) in parts}
         given_by_first = {second for second, first in self.tied.items() if first in names}
         given_by_second = {first for second, first in self.tied.items() if second in names}
         return sorted(wanted - names - given_by_first - given_by_second)
 
-    def check_complete(self, names: set[str], absent: Set[str] = frozenset()) -> None:
-        """Raise WeightUpdateError where tensors of these names don't make up the base, the adapter, or both."""
-        if missing := self.missing(names, absent):
+    def check_complete(self, names: set[str], parts: Set[bool] = frozenset()) -> None:
+        """Raise WeightUpdateError where tensors are missing; see `missing`."""
+        if missing := self.missing(names, parts):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+
+
+def parts_of(names: Iterable[str]) -> set[bool]:
+    """Return which parts of a model tensors of these names are of: True for the adapter, False for the base."""
+    return {is_adapter_tensor(name) for name in names}
 
 
 def check_contract(module: nn.Module, contract: Contract) -> None:

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
-from ...model.adapter import WEIGHTS, describe, is_adapter_tensor, is_folder, load_adapter_config, resolve_placements
+from ...model.adapter import WEIGHTS, describe, is_folder, load_adapter_config, resolve_placements
 from ...model.checkpoint import StoredWeights, manifest
 from ...model.exact import load_config
 from .spec import TensorSpec, gathering, specs_of
-from .table import Source, WeightTable, WeightUpdateError, check_contract
+from .table import Source, WeightTable, WeightUpdateError, check_contract, parts_of
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -133,12 +133,12 @@ class WeightUpdate:
     @property
     def brings_base(self) -> bool:
         """True unless it is of an adapter alone."""
-        return not all(map(is_adapter_tensor, self.given))
+        return parts_of(self.given) != {True}
 
     def prepare(self) -> None:
         """Raise unless every worker could put the update in force."""
         self.table.check_complete(self.given)
-        self.workers.collective_rpc("prepare_update", self.id)
+        self.workers.collective_rpc("prepare_update", self.id, parts_of(self.given))
 
     def __enter__(self) -> WeightUpdate:
         return self

@@ -140,8 +140,12 @@ def _linear_unpacked(x, weight, bias, resume, out):
         _panel_product(x, panel, p, out, panel)
 
 
-def pack(weight: torch.Tensor, out: torch.Tensor | None = None, width: int = PANEL) -> torch.Tensor:
-    """Return a weight [features, depth] as [panels, depth, width], zero-padded, of its dtype; in `out` if given."""
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a weight [features, depth] as [panels, depth, PANEL], zero-padded, of its dtype; in `out` if given."""
+    return _panels(weight, out, PANEL)
+
+
+def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
     whole = features // width
     panels = weight.new_empty(-(-features // width), depth, width) if out is None else out
@@ -153,7 +157,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None, width: int = PAN
 
 def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
     """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], as `linear_packed` takes it."""
-    return storage(pack(down, width=LANES)), storage(pack(up)), float(scale)
+    return storage(_panels(down, None, LANES)), storage(pack(up)), float(scale)
 
 
 def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
