@@ -57,8 +57,15 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
 
 
 @pytest.mark.parametrize("cases", CASES)
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "stages"),
+    [
+        ("float32", 1),
+        ("bfloat16", 2),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_no_schedule_changes_a_bit_of_an_adapter(checkpoint, dtype, stages, cases):
     """Updates of the adapter alone; the engine begins with one of zeros."""
     path = checkpoint("qwen2")
@@ -90,6 +97,7 @@ PROCESSES = [  # layouts of processes, and the seed of a schedule that mostly ex
 ]
 
 
+@pytest.mark.slow
 def test_no_process_changes_a_bit_of_an_adapter(checkpoint, ray_cluster):
     """Two replicas of two stages each; updates of the adapter alone reach all of them."""
     path = checkpoint("qwen3", num_hidden_layers=3)

@@ -72,7 +72,7 @@ DRAFTERS = ("suffix", "ngram", "right", "right, then wrong", "noise")
 
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), pytest.param("bfloat16", 2, marks=pytest.mark.slow)])
 def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
     path, models = two_versions(checkpoint, "qwen3", dtype, vocab_size=VOCAB)
     drafted = accepted = 0

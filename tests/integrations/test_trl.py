@@ -79,9 +79,15 @@ RUNS = {
 RLOO = ("float32", "filters", "KL and filters", "two iterations", "accumulation", "truncated completions masked")
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("grpo", name) for name in RUNS), *(("rloo", name) for name in RLOO)], ids=str
-)
+FAST = ("float32", "bfloat16, recomputed activations", "KL and filters", "two iterations", "adapter")
+
+
+def cases(kind, names):
+    """Parameters of one trainer's runs; all but a few are slow."""
+    return [pytest.param(kind, name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*cases("grpo", RUNS), *cases("rloo", RLOO)], ids=str)
 def test_every_ratio_that_trl_logs_is_one(path, tmp_path, kind, name):
     result = trl_run.run(kind, path, tmp_path, **RUNS[name])
     assert trl_run.ratios(result) == {1.0}
