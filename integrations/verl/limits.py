@@ -40,7 +40,7 @@ ROLLOUT = (  # actor_rollout_ref.rollout
     Limit(
         "checkpoint_engine.backend", ("naive",), "trainer and rollouts share their devices, where numerics are compared"
     ),
-    Limit("mtp.enable_rollout", (False,), "nothing is decoded speculatively"),
+    Limit("mtp.enable_rollout", (False,), "multi-token prediction is not covered"),
 )
 MODEL = (  # actor_rollout_ref.model
     Limit("use_remove_padding", (True,), "sequences are scored packed, without padding"),
@@ -50,7 +50,7 @@ MODEL = (  # actor_rollout_ref.model
     Limit("lora_rank", (0,), NO_LORA),
     Limit("lora.rank", (0, None), NO_LORA),
     Limit("lora_adapter_path", (None,), NO_LORA),
-    Limit("mtp.enable", (False,), "nothing is decoded speculatively"),
+    Limit("mtp.enable", (False,), "multi-token prediction is not covered"),
     Limit("override_config", ({}, None, *UNUSED), "both sides read the model's own config.json"),
 )
 ENGINE = (  # actor_rollout_ref.{actor,ref}.fsdp_config

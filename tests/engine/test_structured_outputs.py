@@ -211,3 +211,19 @@ def test_a_grammar_that_the_vocabulary_cant_follow_ends_its_request_alone(path, 
     assert bad.completions[0].finish_reason == "error"
     assert "leave no token here" in bad.completions[0].stop_reason
     assert good.completions[0].finish_reason in ("stop", "length")
+
+
+def test_a_grammar_is_followed_without_drafts_and_to_the_same_bits(path, monkeypatch):
+    """The mask of a drafted token would need the draft's own state of the grammar: such samples draft nothing."""
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+    params = SamplingParams(max_tokens=30, seed=3, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    free = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    found = []
+    for settings in ({}, {"speculative_config": {"method": lambda ids: [ids[-1]] * 3}}):
+        llm = LLM(path, **settings)
+        (out,) = llm.generate([PROMPT], params, use_tqdm=False)
+        assert llm.stats().draft_tokens == 0
+        llm.generate([PROMPT], free, use_tqdm=False)
+        found.append(out.completions)
+    assert found[0] == found[1]
+    assert llm.stats().draft_tokens > 0, "nothing was drafted for the other sample: this proves nothing"
