@@ -9,13 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)
 _TINY = torch.finfo(torch.float64).tiny
+
+
+class Bootstrap(NamedTuple):
+    """An alignment's resamples, fp64 [resamples] each. cosines; and what the sample's cosine and squared tangent would
+    truly be if its error were a resample's: the quantiles of these two are intervals.
+    """
+
+    cosines: Tensor
+    true_cosines: Tensor
+    true_tangents: Tensor
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the cosine."""
+        low, high = self.true_cosines.quantile(_INTERVAL).tolist()
+        return low, high
+
+    @property
+    def direction_interval(self) -> tuple[float, float]:
+        """Of the tangent."""
+        low, high = self.true_tangents.quantile(_INTERVAL).clamp_min(0).sqrt().tolist()
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -37,16 +60,25 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bootstrap samples. resampled: [candidates, resamples] cosines, a column resamples all candidates alike. signal,
-    noise: the squared length of the reference's mean without its noise, and the noise. null: the reference against
-    itself, over all ways to split its units in halves.
+    """Candidates against a reference. bootstraps: a resample draws the same units for all candidates. signal, noise:
+    the squared length of the reference's mean without its noise, and the noise. null: the reference against itself,
+    over all ways to split its units in halves.
     """
 
     rows: list[Alignment]
-    resampled: Tensor
+    bootstraps: list[Bootstrap]
     signal: float
     noise: float
     null: Alignment
+
+    def part(self, i: int, parts: int) -> Comparison:
+        """The same estimates with the intervals of a share of the resamples."""
+        bootstraps = [Bootstrap(*(values[i::parts] for values in b)) for b in self.bootstraps]
+        rows = [
+            replace(row, interval=b.interval, direction_interval=row.direction_interval and b.direction_interval)
+            for row, b in zip(self.rows, bootstraps, strict=True)
+        ]
+        return replace(self, rows=rows, bootstraps=bootstraps)
 
 
 @dataclass(frozen=True)
@@ -92,7 +124,8 @@ def compare(
     null, _ = _align(target, target, reference, (target_counts, target_counts), True, batch, shake)
     signal = float(reference.mean[0])
     noise = (float(gram.diag().mean()) - signal) / max(1, len(gram) - 1)
-    return Comparison([row for row, _ in found], torch.stack([cosines for _, cosines in found]), signal, noise, null)
+    rows, bootstraps = map(list, zip(*found, strict=True))
+    return Comparison(rows, bootstraps, signal, noise, null)
 
 
 @dataclass(frozen=True)
@@ -119,8 +152,8 @@ class _Pairs:
 def _align(
     candidate: Gradients, target: Gradients, reference: _Pairs, counts: tuple[Tensor, Tensor], paired: bool,
     batch: float, shake: Tensor,
-) -> tuple[Alignment, Tensor]:  # fmt: skip
-    """The alignment, and its resampled cosines [resamples] with the projection's error."""
+) -> tuple[Alignment, Bootstrap]:  # fmt: skip
+    """The alignment, and its bootstrap with the projection's error."""
     gram = candidate.gram(candidate)
     own = _Pairs.of(gram, counts[0])
     square = counts[0] @ gram.diag()
@@ -139,20 +172,22 @@ def _align(
     direction_error = _error(across, beside, counts, paired) * (1 + direction).abs()
 
     cosines, directions = _without_each_block(candidate, target, paired, batch)
-    interval = _studentized(cosine, error, cosines)
-    resampled = cosine[1:] - cosine[1:].median() + cosine[0] + cosines @ shake
+    bootstrap = Bootstrap(
+        cosine[1:] - cosine[1:].median() + cosine[0] + cosines @ shake,
+        _studentized(cosine, error, cosines),
+        _studentized(direction, direction_error, directions),
+    )
     mean = float(own.mean[0])
     resolved = mean > 0 and reference.mean[0] > 0 and inner[0] > 0
-    low, high = _studentized(direction, direction_error, directions)
     return Alignment(
         cosine=float(cosine[0]),
-        interval=interval,
+        interval=bootstrap.interval,
         scale=float(inner[0] / reference.mean[0].clamp_min(_TINY)),
         direction=math.sqrt(max(0.0, float(direction[0]))) if resolved else None,
-        direction_interval=(math.sqrt(max(0.0, low)), math.sqrt(max(0.0, high))) if resolved else None,
+        direction_interval=bootstrap.direction_interval if resolved else None,
         noise=math.sqrt(float(variance[0].clamp_min(0)) / batch / mean) if resolved else None,
         share=float(gram.diag().max() / gram.diag().sum().clamp_min(_TINY)),
-    ), resampled
+    ), bootstrap
 
 
 def _shape(inner: Tensor, own: Tensor, power: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,12 +219,12 @@ def _variance(influence: Tensor, counts: Tensor) -> Tensor:
     return ((counts * influence.square()).sum(1) - mean.square()).clamp_min(0) / max(1, counts.shape[1] - 1)
 
 
-def _studentized(estimates: Tensor, errors: Tensor, jackknife: Tensor) -> tuple[float, float]:
-    """The sample's interval from its resamples' t-values. estimates, errors: [1 + resamples], the sample first."""
+def _studentized(estimates: Tensor, errors: Tensor, jackknife: Tensor) -> Tensor:
+    """[resamples]: the sample's estimate less its error times each resample's t-value. estimates, errors: [1 +
+    resamples], the sample first."""
     t = (estimates[1:] - estimates[0]) / errors[1:].clamp_min(_TINY)
-    low, high = t.nan_to_num(0.0).quantile(_INTERVAL).tolist()
     error = math.sqrt(float(errors[0].square() + jackknife.square().sum()))
-    return float(estimates[0]) - high * error, float(estimates[0]) - low * error
+    return estimates[0] - t.nan_to_num(0.0) * error
 
 
 def _without_each_block(candidate: Gradients, target: Gradients, paired: bool, batch: float) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def calibrate(
     batch_size: int = 256,
     margin: float = MARGIN,
     max_bias: float = MAX_BIAS,
-    resamples: int = 400,
+    resamples: int = 2000,
     seed: int = 0,
 ) -> Calibration:
     """Assess every candidate, and recommend the one that intervenes least among those whose expected cosine is the
@@ -114,9 +114,8 @@ def _compare(
     ours, unit = traces.units()
     theirs, true_unit = truth.units()
     paired = traces.groups is not None and truth.groups is not None and torch.equal(ours, theirs)
-    generator = torch.Generator().manual_seed(seed)
-    place, count = _merged(len(ours), generator)
-    true_place, true_count = (place, count) if paired else _merged(len(theirs), generator)
+    place, count = _merged(len(ours), 0)
+    true_place, true_count = (place, count) if paired else _merged(len(theirs), 1)
     sequences = traces.logprobs.num_sequences
     size = exact.abs().max().clamp_min(1e-300)  # rewards of any size: only relations between gradients count
 
@@ -131,9 +130,11 @@ def _compare(
     return found, (len(ours), len(theirs))
 
 
-def _merged(units: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """(int64 [units], the merged unit of each; how many of these there are)."""
+def _merged(units: int, seed: int) -> tuple[Tensor, int]:
+    """(int64 [units], the merged unit of each; how many of these there are). The seed is no user's: the estimates are
+    the data's."""
     count = min(units, _MOST_UNITS)
+    generator = torch.Generator().manual_seed(seed)
     place = torch.arange(units) if units == count else torch.randperm(units, generator=generator) % count
     return place, count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ MARGIN = 0.01  # expected cosines closer than this are the same for practice
 MAX_BIAS = 0.05  # a direction bias of a twentieth of the gradient is none, for practice
 _FEWEST_UNITS = 10  # below, a bootstrap means nothing
 _WIDEST = 5  # margins: half of the widest interval of the best cosine that is still worth a choice
+_PARTS = 8  # of the resamples that must agree, each by itself
 _SURE = 0.95  # of resamples that must pick the same candidate for it to be named alone
 
 
@@ -58,8 +59,21 @@ def decide(assessments: list[Assessment], found: Comparison, whys: list[str | No
         return Verdict(
             "no candidate can be estimated: each one's weights are too heavy-tailed, or nearly all is rejected"
         )
-    refusal = _unresolved(found, known, limits)
-    return refusal or _choose(assessments, found, known, limits)
+    verdicts = [
+        _unresolved(part, known, limits) or _choose(assessments, part, known, limits)
+        for part in (found, *(found.part(i, _PARTS) for i in range(_PARTS)))
+    ]
+    return _agreed(verdicts[0], verdicts[1:])
+
+
+def _agreed(verdict: Verdict, parts: list[Verdict]) -> Verdict:
+    """The verdict of all resamples, with what shares of them would have named beside it: a choice at the edge of a
+    limit is chance."""
+    if verdict.recommended is None:
+        return verdict
+    named = [name for v in (verdict, *parts) for name in (v.recommended, *v.any_of) if name is not None]
+    alike = tuple(dict.fromkeys(named))
+    return replace(verdict, any_of=alike if len(alike) > 1 else ())
 
 
 def _unresolved(found: Comparison, known: list[int], limits: Limits) -> Verdict | None:
@@ -86,7 +100,7 @@ def _unresolved(found: Comparison, known: list[int], limits: Limits) -> Verdict 
 def _choose(assessments: list[Assessment], found: Comparison, known: list[int], limits: Limits) -> Verdict:
     margin = limits.margin
     cosines = torch.tensor([found.rows[i].cosine for i in known], dtype=torch.float64)
-    resampled = found.resampled[known]
+    resampled = torch.stack([found.bootstraps[i].cosines for i in known])
     best = int(cosines.argmax())
     quantiles = torch.tensor([0.05, 0.95], dtype=torch.float64)
     low, high = torch.quantile(resampled[best] - resampled, quantiles, dim=1)
