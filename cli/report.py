@@ -167,8 +167,6 @@ def _verdict(found: Calibrated) -> str:
         lines.append(
             f"Any of these will do, the data can't tell which: {', '.join(verdict.any_of)}; the first changes least."
         )
-    elif verdict.runner_up:
-        lines.append(f"Next to it: {verdict.runner_up}.")
     chosen = next((a for a in result.assessments if a.name == verdict.recommended), None)
     if chosen is not None and chosen.alignment is not None:
         low, high = (min(1.0, v) for v in chosen.alignment.interval)

@@ -20,25 +20,13 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class Bootstrap(NamedTuple):
-    """An alignment's resamples, fp64 [resamples] each. cosines; and what the sample's cosine and squared tangent would
+    """An alignment's resamples, fp64 [resamples] each. cosines; and what the sample's cosine and direction bias would
     truly be if its error were a resample's: the quantiles of these two are intervals.
     """
 
     cosines: Tensor
     true_cosines: Tensor
-    true_tangents: Tensor
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of the cosine."""
-        low, high = self.true_cosines.quantile(_INTERVAL).tolist()
-        return low, high
-
-    @property
-    def direction_interval(self) -> tuple[float, float]:
-        """Of the tangent."""
-        low, high = self.true_tangents.quantile(_INTERVAL).clamp_min(0).sqrt().tolist()
-        return low, high
+    true_directions: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,11 @@ class Comparison:
         """The same estimates with the intervals of a share of the resamples."""
         bootstraps = [Bootstrap(*(values[i::parts] for values in b)) for b in self.bootstraps]
         rows = [
-            replace(row, interval=b.interval, direction_interval=row.direction_interval and b.direction_interval)
+            replace(
+                row,
+                interval=_interval(b.true_cosines),
+                direction_interval=row.direction_interval and _interval(b.true_directions),
+            )
             for row, b in zip(self.rows, bootstraps, strict=True)
         ]
         return replace(self, rows=rows, bootstraps=bootstraps)
@@ -175,16 +167,16 @@ def _align(
     bootstrap = Bootstrap(
         cosine[1:] - cosine[1:].median() + cosine[0] + cosines @ shake,
         _studentized(cosine, error, cosines),
-        _studentized(direction, direction_error, directions),
+        _studentized(direction, direction_error, directions).clamp_min(0).sqrt(),
     )
     mean = float(own.mean[0])
     resolved = mean > 0 and reference.mean[0] > 0 and inner[0] > 0
     return Alignment(
         cosine=float(cosine[0]),
-        interval=bootstrap.interval,
+        interval=_interval(bootstrap.true_cosines),
         scale=float(inner[0] / reference.mean[0].clamp_min(_TINY)),
         direction=math.sqrt(max(0.0, float(direction[0]))) if resolved else None,
-        direction_interval=bootstrap.direction_interval if resolved else None,
+        direction_interval=_interval(bootstrap.true_directions) if resolved else None,
         noise=math.sqrt(float(variance[0].clamp_min(0)) / batch / mean) if resolved else None,
         share=float(gram.diag().max() / gram.diag().sum().clamp_min(_TINY)),
     ), bootstrap
@@ -225,6 +217,11 @@ def _studentized(estimates: Tensor, errors: Tensor, jackknife: Tensor) -> Tensor
     t = (estimates[1:] - estimates[0]) / errors[1:].clamp_min(_TINY)
     error = math.sqrt(float(errors[0].square() + jackknife.square().sum()))
     return estimates[0] - t.nan_to_num(0.0) * error
+
+
+def _interval(values: Tensor) -> tuple[float, float]:
+    low, high = values.quantile(_INTERVAL).tolist()
+    return low, high
 
 
 def _without_each_block(candidate: Gradients, target: Gradients, paired: bool, batch: float) -> tuple[Tensor, Tensor]:

@@ -82,17 +82,16 @@ def calibrate(
         return replace(result, verdict=Verdict(reason))
     assert truth is not None and exact is not None
     found, units = _compare(traces, truth, coefficients, exact[1], batch_size, resamples, seed)
-    result = replace(result, units=units)
     whys = [unestimable(weights_of(traces, e), row.share) for e, row in zip(coefficients, found.rows, strict=True)]
     limits = Limits(batch_size, margin, max_bias, lp.num_sequences, min(units))
     verdict = decide(assessments, found, whys, limits)
     if found.signal <= 0:  # a reference that is all noise: cosines with it say nothing
-        return replace(result, verdict=verdict)
+        return replace(result, verdict=verdict, units=units)
     assessments = [
         replace(a, alignment=None if why else row, unestimable=why)
         for a, row, why in zip(assessments, found.rows, whys, strict=True)
     ]
-    return replace(result, assessments=assessments, verdict=verdict, null=found.null)
+    return replace(result, assessments=assessments, verdict=verdict, null=found.null, units=units)
 
 
 def _check(candidates: dict[str, Correction], batch_size: int, margin: float, max_bias: float) -> None:
@@ -134,9 +133,8 @@ def _merged(units: int, seed: int) -> tuple[Tensor, int]:
     """(int64 [units], the merged unit of each; how many of these there are). The seed is no user's: the estimates are
     the data's."""
     count = min(units, _MOST_UNITS)
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.arange(units) if units == count else torch.randperm(units, generator=generator) % count
-    return place, count
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(seed))
+    return torch.arange(units) if units == count else order % count, count
 
 
 def _incomparable(traces: Traces, truth: Traces | None) -> str | None:

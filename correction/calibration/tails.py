@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_SHAPE = (
-    0.5  # of the squares' tail: above, their mean has no finite variance and its error falls slower than any law
-)
+MAX_SHAPE = 0.5  # of the squares' tail: above, their mean has no finite variance
 MAX_SHARE = 0.2  # of the sum of squares, in one unit
 FEWEST = 30  # sequences that contribute
 _ATOM = 5  # equal largest weights: a bound that the sample has reached

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,8 +15,8 @@ MARGIN = 0.01  # expected cosines closer than this are the same for practice
 MAX_BIAS = 0.05  # a direction bias of a twentieth of the gradient is none, for practice
 _FEWEST_UNITS = 10  # below, a bootstrap means nothing
 _WIDEST = 5  # margins: half of the widest interval of the best cosine that is still worth a choice
-_PARTS = 8  # of the resamples that must agree, each by itself
-_SURE = 0.95  # of resamples that must pick the same candidate for it to be named alone
+_PARTS = 8  # of the resamples, each asked for a verdict: a choice on the edge of a limit is chance
+_CHANCE = 0.05  # of resamples: a candidate that fewer pick is not named beside another
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Verdict:
 
     reason: str
     recommended: str | None = None
-    runner_up: str | None = None
     any_of: tuple[str, ...] = ()
     needed_sequences: int | None = None
 
@@ -56,24 +54,15 @@ def decide(assessments: list[Assessment], found: Comparison, whys: list[str | No
     """The verdict. whys: why a candidate has no figure, or None."""
     known = [i for i, why in enumerate(whys) if why is None]
     if not known:
-        return Verdict(
-            "no candidate can be estimated: each one's weights are too heavy-tailed, or nearly all is rejected"
-        )
-    verdicts = [
+        return Verdict("no candidate can be estimated: all have too heavy-tailed weights, or reject nearly all")
+    whole, *parts = (
         _unresolved(part, known, limits) or _choose(assessments, part, known, limits)
         for part in (found, *(found.part(i, _PARTS) for i in range(_PARTS)))
-    ]
-    return _agreed(verdicts[0], verdicts[1:])
-
-
-def _agreed(verdict: Verdict, parts: list[Verdict]) -> Verdict:
-    """The verdict of all resamples, with what shares of them would have named beside it: a choice at the edge of a
-    limit is chance."""
-    if verdict.recommended is None:
-        return verdict
-    named = [name for v in (verdict, *parts) for name in (v.recommended, *v.any_of) if name is not None]
-    alike = tuple(dict.fromkeys(named))
-    return replace(verdict, any_of=alike if len(alike) > 1 else ())
+    )
+    if whole.recommended is None:
+        return whole
+    alike = tuple(dict.fromkeys(name for v in (whole, *parts) for name in v.any_of))
+    return replace(whole, any_of=alike if len(alike) > 1 else ())
 
 
 def _unresolved(found: Comparison, known: list[int], limits: Limits) -> Verdict | None:
@@ -107,9 +96,9 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     gap = cosines[best] - cosines
     order = sorted(range(len(known)), key=lambda k: _intervention(assessments[known[k]]))
     level = [k for k in order if gap[k] <= margin and high[k] <= 2 * margin]
-    biased = [k for k in level if _biased(found, known[k], limits)]
-    if len(biased) < len(level):  # there is another choice
-        order = [k for k in order if not _biased(found, known[k], limits)]
+    biased = {k for k in order if (found.rows[known[k]].direction_interval or (0.0,))[0] > limits.max_bias}
+    if not biased.issuperset(level):  # there is another choice
+        order = [k for k in order if k not in biased]
     same = [k for k in level if k in order]
     first = next(k for k in order if k in same or low[k] <= 0 or gap[k] <= margin)  # not worse, for certain
     name = [assessments[i].name for i in known]
@@ -123,38 +112,22 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
             f"+- {width:.3f} in expected cosine; about {needed} sequences of each kind would tell"
         )
         return Verdict(reason, needed_sequences=needed)
-    picks = _picks(resampled, order, margin)
-    sure = picks[first] >= _SURE * resampled.shape[1]
-    alike = () if sure else (name[first], *(name[k] for k in same if k != first and picks[k]))
-    others = [k for k in same if k != first] or [k for k in cosines.argsort(descending=True).tolist() if k != first]
-    cosine = min(1.0, float(cosines[first]))
+    good = resampled[order] >= resampled[order].amax(0) - margin
+    picks = torch.tensor(order)[good.int().argmax(0)]  # of each resample, as of the sample
+    alike = [name[first], *(name[k] for k in same if k != first and (picks == k).double().mean() > _CHANCE)]
     reason = (
         f"in batches of {limits.batch_size} sequences, the update of {name[first]} has an expected cosine of "
-        f"{cosine:.3f} with the exact gradient, within {margin:g} of the best ({name[best]}), and it changes the "
-        f"coefficients least ({assessments[known[first]].intervention:.1%})"
+        f"{min(1.0, float(cosines[first])):.3f} with the exact gradient, within {margin:g} of the best ({name[best]}), "
+        f"and it changes the coefficients least ({assessments[known[first]].intervention:.1%})"
     )
-    if out := [name[k] for k in biased if k not in order]:
+    if out := [name[k] for k in level if k not in order]:
         reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"
-    runner_up = name[others[0]] if others else None
-    return Verdict(
-        reason, name[first], runner_up, alike if len(alike) > 1 else (), _for_half(found, known[first], limits)
-    )
+    return Verdict(reason, name[first], tuple(alike), _for_half(found, known[first], limits))
 
 
 def _intervention(a: Assessment) -> tuple[float, float, str]:
     """The order of preference: what changes least, then what drops least, then the name; digits beyond 9 are noise."""
     return round(a.intervention, 9), round(a.metrics["rejected_tokens"], 9), a.name
-
-
-def _biased(found: Comparison, i: int, limits: Limits) -> bool:
-    interval = found.rows[i].direction_interval
-    return interval is not None and interval[0] > limits.max_bias
-
-
-def _picks(resampled: torch.Tensor, order: list[int], margin: float) -> Counter[int]:
-    """How often each candidate is the first in order within the margin of a resample's best."""
-    good = resampled[order] >= resampled[order].amax(0) - margin
-    return Counter(order[k] for k in good.int().argmax(0).tolist())
 
 
 def _for_half(found: Comparison, i: int, limits: Limits) -> int | None:
