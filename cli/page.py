@@ -87,9 +87,13 @@ summary { cursor: pointer; font-weight: 600; margin-top: 1.4rem } dt { font-weig
 dd { margin-left: 1rem } li { overflow-wrap: anywhere }
 @media (max-width: 30rem) { body { padding: 1rem .8rem } td, th { padding: .25rem; font-size: .72rem }
   td:first-child, th:first-child { min-width: 6.6rem } .verdict ul { padding-left: 1rem } }
+@page wide { size: landscape }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --box: #f3f3f3;
-  --accent: #064; --code: #f5f5f5 } figure, tr, .verdict { break-inside: avoid }
-  details::details-content { content-visibility: visible; display: block } .table { overflow: visible } }
+  --accent: #064; --code: #f5f5f5 } h2, summary { break-after: avoid } section:has(figure), tr, .verdict {
+  break-inside: avoid } body { max-width: none } figure svg { max-width: 30rem }
+  .table { overflow: visible } details:has(table) { page: wide }
+  details::details-content { content-visibility: visible; display: block } details td, details th { font-size: .6rem;
+  padding: .15rem .25rem } details td:first-child, details th:first-child { min-width: 7rem } }
 """
 
 

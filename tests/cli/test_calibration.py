@@ -310,5 +310,10 @@ def test_the_page_fits_its_window_and_follows_the_scheme(files, tmp_path, width,
         assert (background == "rgb(255, 255, 255)") == (scheme == "light")
         assert page.locator("th abbr").count() >= 4
         assert page.locator("details").count() >= 3
+        page.emulate_media(media="print")
+        page.set_viewport_size({"width": 980, "height": 690})  # a sheet on its side
+        rows = page.evaluate("[...document.querySelectorAll('tr')].map(t => t.getBoundingClientRect().height)")
+        assert min(rows) > 0
+        assert max(rows) < 90, "a row of a printed table is as tall as a paragraph"
         assert not problems
         browser.close()
