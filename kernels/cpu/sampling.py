@@ -1,8 +1,8 @@
 """The way from a row of logits to the distribution sampled from, a draw, and its log-probability.
 
 Rollout and trainer call the same kernel on the same logits, so they agree on every filter's edge. Each filter keeps
-the tokens whose tempered logit reaches a threshold; ties at the edge stay in. Thresholds are found by bisection over
-the bits of an fp32 number: no sort, no order to depend on.
+the tokens whose tempered logit reaches a threshold; ties at the edge stay in. A threshold is a token's logit: a
+histogram says in which bin it lies, and a bisection finds it there. No sort, and no sum but that of one tree decides.
 """
 
 import math
@@ -14,22 +14,11 @@ from numba import float32, float64, int32, int64, prange, uint32, uint64
 from ..backend import Sampled, Scores
 from .elementwise import exp
 from .jit import inline, parallel
-from .simd import bits_float, float_bits
 
 _GROUP = 256  # entries per partial sum; a sum is 32 interleaved chains per group, then groups ascending, all in fp64
 _LARGEST = float32(3.4028235e38)
-
-
-@inline
-def _key(x):
-    """Return the int32 that is fp32 number x's place in the order of all fp32 numbers."""
-    bits = float_bits(x)
-    return bits if bits >= 0 else bits ^ int32(0x7FFFFFFF)
-
-
-@inline
-def _unkey(key):
-    return bits_float(int32(key)) if key >= 0 else bits_float(int32(key) ^ int32(0x7FFFFFFF))
+_BINS, _PER_NAT = 2048, float32(64.0)  # of a histogram, from the largest logit down
+_SLACK = 1e-9  # relative: far more than fp64 sums of the same weights differ by
 
 
 @inline
@@ -83,34 +72,108 @@ def _sum(weights, z, threshold, lanes):
 
 
 @inline
-def _top_k_threshold(z, k):
-    low, high = int64(_key(float32(-np.inf))), int64(2**31 - 1)
-    while (
-        low < high
-    ):  # the largest key that at least k tokens reach; -inf, which masked tokens have, where k exceeds all
-        middle = (low + high + 1) >> 1
-        edge = _unkey(middle)
-        count = 0
-        for j in range(z.size):
-            count += int64(z[j] >= edge)
-        if count >= k:
-            low = middle
-        else:
-            high = middle - 1
-    return _unkey(low)
+def _bin(z, most):
+    return max(int32(0), min(int32(min((most - z) * _PER_NAT, float32(_BINS))), int32(_BINS - 1)))
 
 
 @inline
-def _top_p_threshold(weights, z, p, threshold, lanes):
-    mass = p * _sum(weights, z, threshold, lanes)
-    low, high = int64(_key(threshold)), int64(2**31 - 1)
-    while low < high:  # the largest key whose tokens hold the mass
-        middle = (low + high + 1) >> 1
-        if _sum(weights, z, _unkey(middle), lanes) >= mass:
-            low = middle
+def _within(z, most, first, last, found, owners):
+    """Put the logits of bins `first` to `last` into `found`, and the groups that they are in; return how many."""
+    count = 0
+    for j in range(z.size):
+        if uint32(_bin(z[j], most) - first) <= uint32(last - first):  # one branch, hardly ever taken
+            found[count] = z[j]
+            owners[count] = j // _GROUP
+            count += 1
+    return count
+
+
+@inline
+def _between(low, high, found, owners, count):
+    """Keep the logits from low to high, in their order; return how many."""
+    kept = 0
+    for i in range(count):
+        if low <= found[i] <= high:
+            found[kept] = found[i]
+            owners[kept] = owners[i]
+            kept += 1
+    return kept
+
+
+@inline
+def _halve(found, low, high):
+    """Return the largest of the logits `found` below the middle of [low, high], and the smallest of the others."""
+    middle = low * float32(0.5) + high * float32(0.5) if low >= -_LARGEST else -_LARGEST
+    if not middle > low:  # neighbours
+        middle = high
+    below, above = low, high
+    for x in found:
+        if x < middle:
+            below = max(below, x)
         else:
-            high = middle - 1
-    return _unkey(low)
+            above = min(above, x)
+    return below, above
+
+
+@inline
+def _top_k_threshold(z, most, k, found, owners):
+    """Return the k-th largest logit; -inf, which masked tokens have, where k exceeds the others."""
+    counts = np.zeros(_BINS, np.int32)
+    for j in range(z.size):
+        counts[_bin(z[j], most)] += 1
+    above, place = 0, 0
+    while above + counts[place] < k:
+        above += counts[place]
+        place += 1
+    count = _within(z, most, place, place, found, owners)
+    low, high = found[:count].min(), found[:count].max()
+    while low < high:
+        below, edge = _halve(found[:count], low, high)
+        reached = above
+        for x in found[:count]:
+            reached += int64(x >= edge)
+        if reached >= k:
+            low = edge
+        else:
+            high = below
+    return low
+
+
+@inline
+def _top_p_threshold(weights, z, most, p, threshold, lanes, found, owners):
+    """Return the largest logit such that the tokens which reach it hold a share p of those that reach `threshold`."""
+    mass = p * _sum(weights, z, threshold, lanes)
+    masses = np.zeros(_BINS, np.float64)
+    for j in range(z.size):
+        if z[j] >= threshold:
+            masses[_bin(z[j], most)] += weights[j]
+    first, reached = 0, 0.0
+    while first < _BINS - 1 and reached + masses[first] < mass * (1 - _SLACK):
+        reached += masses[first]
+        first += 1
+    last = first
+    while last < _BINS - 1 and reached + masses[last] < mass * (1 + _SLACK):
+        reached += masses[last]
+        last += 1
+    count = _within(z, most, first, last, found, owners)
+    low, high = max(found[:count].min(), threshold), found[:count].max()
+    sums = np.empty(z.size // _GROUP + 1, np.float64)
+    for start in range(0, z.size, _GROUP):
+        sums[start // _GROUP] = _group_sum(weights, z, low, start, lanes)
+    while low < high:
+        below, edge = _halve(found[:count], low, high)
+        for i in range(count):  # the other groups' sums are the same for any edge from low to high
+            if i == 0 or owners[i] != owners[i - 1]:
+                sums[owners[i]] = _group_sum(weights, z, edge, owners[i] * _GROUP, lanes)
+        total = 0.0
+        for group in range((z.size + _GROUP - 1) // _GROUP):
+            total += sums[group]
+        if total >= mass:
+            low = edge
+        else:
+            high = below
+        count = _between(low, high, found, owners, count)
+    return low
 
 
 @inline
@@ -176,6 +239,7 @@ def _sample(
     argmax = scores[3]
     for i in prange(logits.shape[0]):
         z, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
+        found, owners = np.empty(vocab, np.float32), np.empty(vocab, np.int32)
         lanes = np.empty(32, np.float64)
         greedy = temperature[i] == 0.0
         divisor = float32(1.0) if greedy else float32(temperature[i])
@@ -192,9 +256,9 @@ def _sample(
         threshold = float32(-np.inf)
         if not greedy:
             if 0 < top_k[i] < vocab:
-                threshold = _top_k_threshold(z, top_k[i])
+                threshold = _top_k_threshold(z, most, top_k[i], found, owners)
             if top_p[i] < 1.0:
-                threshold = _top_p_threshold(weights, z, top_p[i], threshold, lanes)
+                threshold = _top_p_threshold(weights, z, most, top_p[i], threshold, lanes, found, owners)
             if min_p[i] > 0.0:
                 threshold = max(threshold, most + float32(math.log(min_p[i])))
         total = _sum(weights, z, threshold, lanes)

@@ -12,6 +12,7 @@ from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
 kernel = importlib.import_module("samebits.kernels.cpu.sampling")
+kernel_exp = importlib.import_module("samebits.kernels.cpu.elementwise").exp
 
 VOCAB = 301  # crosses a group of partial sums, no multiple of anything
 FILTERS = [
@@ -276,6 +277,44 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, top_k):
         kept = (score(row, top_p=top_p, top_k=top_k)[0] > -math.inf).nonzero().flatten()
         assert torch.equal(kept, order[:smallest].sort().values)
     assert sure >= 8
+
+
+def edges_by_trying(z, top_k, top_p):
+    """The threshold of tempered logits [V]: every logit is tried as the edge, its mass by the kernel's own sum."""
+    edges, edge, lanes = np.unique(z), -np.inf, np.empty(32)
+    if 0 < top_k < len(z):
+        edge = max(e for e in edges if (z >= e).sum() >= top_k)
+    if top_p < 1:
+        with np.errstate(over="ignore"):
+            weights = np.array([kernel_exp(x) for x in z - z.max()], np.float32)
+        mass = top_p * kernel._sum(weights, z, np.float32(edge), lanes)
+        edge = max(e for e in edges if e >= edge and kernel._sum(weights, z, e, lanes) >= mass)
+    return float(edge)
+
+
+HARD_ROWS = {  # name -> fp32 [V] logits
+    "normal": logits_row(1),
+    "flat": logits_row(2, scale=1e-3),
+    "wide": logits_row(3, scale=60.0),
+    "equal": torch.zeros(VOCAB),
+    "two values": torch.arange(VOCAB).remainder(2).float(),
+    "ties": logits_row(4).mul(4).round().div(4),
+    "masked": torch.where(torch.arange(VOCAB) < 290, -torch.inf, logits_row(5)),
+    "far tail": torch.cat((torch.zeros(1), -40 - logits_row(6, VOCAB - 1).abs() * 30)),
+    "signed zeros": torch.tensor([0.0, -0.0, 1.0, -1.0] * 75 + [0.0]),
+    "tiny": logits_row(7, scale=1e-44),
+    "huge": logits_row(8, scale=1.0).sign() * 3e38,
+    "bins' edges": torch.arange(VOCAB) / -64.0,
+}
+
+
+@pytest.mark.parametrize("row", HARD_ROWS)
+@pytest.mark.parametrize("top_k", [0, 1, 5, 12, 150, VOCAB - 1])
+def test_a_threshold_is_the_one_that_trying_every_logit_finds(row, top_k):
+    z = HARD_ROWS[row]
+    for top_p in (1.0, 1e-12, 0.3, 0.5, 0.9, 0.999, 1 - 2**-52):
+        threshold = ops.sample(z[None], row_params(1, top_k=top_k, top_p=top_p), np.full(1, -1)).thresholds
+        assert float(threshold) == edges_by_trying(z.numpy(), top_k, top_p), top_p
 
 
 @pytest.mark.parametrize("min_p", [1e-6, 0.01, 0.3, 1.0])
