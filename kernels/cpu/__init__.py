@@ -22,6 +22,7 @@ from .elementwise import (
 from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
+from .simd import CHAIN
 
 GRAPHS = False  # can a step be recorded and replayed?
 LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
@@ -34,7 +35,7 @@ def check_device(device: torch.device) -> None:
 def trees(device: torch.device) -> dict[str, str]:
     """Return the fields of the numerics contract that these kernels decide."""
     return {
-        "linear": "bias, then fp32 fma over ascending K",
+        "linear": f"bias, then blocks of {CHAIN} of K, ascending, each an fp32 fma chain from 0",
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
         "norm": "16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
         "activation": "x / (1 + exp(-x)); exp: Taylor 7",

@@ -1,4 +1,5 @@
-"""The CPU matrix product: out = bias + x @ weight.T, one ascending chain of fused multiply-adds per output element.
+"""The CPU matrix product: out = bias + x @ weight.T. To the bias of an output element are added, one after the other,
+the sums of blocks of K, each an ascending chain of fused multiply-adds.
 
 Weights are walked in panels of PANEL output features, stored [depth, PANEL]. Rollout packs them once (`pack`);
 training packs a panel at a time into a scratch that stays in cache. Both feed the same tiles: the same bits.
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from numba import float32, prange
 
 from .jit import inline, parallel, storage
-from .simd import LANES, PANEL, add_low_rank, matmul_one, matmul_panel
+from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
@@ -22,7 +23,7 @@ _ROWS = 64  # of a low-rank update's inner product, that a thread computes at a 
 
 @inline
 def _panel_product(x, panel, panel_index, out, following):
-    """Add a panel's products to `out`: the chains go on from what it holds.
+    """Add a panel's products to `out`.
 
     following: the panel that comes next, to fetch it meanwhile.
     """
@@ -32,11 +33,11 @@ def _panel_product(x, panel, panel_index, out, following):
     last = min(first + PANEL, features)
     ahead = following.ctypes.data
     if last - first == PANEL:
-        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
+        blocked_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
     else:  # the ragged last panel goes through a scratch of full width
         scratch = np.zeros((rows, PANEL), np.float32)
         scratch[:, : last - first] = out[:, first:last]
-        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
+        blocked_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
         out[:, first:last] = scratch[:, : last - first]
 
 
@@ -72,7 +73,7 @@ def _low_rank_rows(x, down, first, rows, inner):
     source = x.ctypes.data + 4 * first * depth
     for p in range(down.shape[0]):
         target = inner.ctypes.data + 4 * (first * width + p * LANES)
-        matmul_one(source, depth, down[p], 0, LANES, depth, target, width, rows, down.ctypes.data)
+        blocked_one(source, depth, down[p], 0, LANES, depth, target, width, rows, down.ctypes.data)
 
 
 @parallel
@@ -87,17 +88,15 @@ def _low_rank_inner(x, down_a, down_b, down_c, inner_a, inner_b, inner_c):
 
 @inline
 def _add_low_rank(inner, up, p, scale, like, out):
-    """Round a panel of `out` to the dtype of `like`, and add scale * (inner @ up.T) to it."""
+    """Round a panel of `out` to the dtype of the array `like`, and add scale * (inner @ up.T) to it."""
     rows, width = inner.shape
-    features, first = out.shape[1], p * PANEL
-    last = min(first + PANEL, features)
-    if last - first == PANEL:
-        add_low_rank(inner.ctypes.data, width, up[p], out.ctypes.data + 4 * first, features, rows, scale, like)
-    else:
-        scratch = np.zeros((rows, PANEL), np.float32)
-        scratch[:, : last - first] = out[:, first:last]
-        add_low_rank(inner.ctypes.data, width, up[p], scratch.ctypes.data, PANEL, rows, scale, like)
-        out[:, first:last] = scratch[:, : last - first]
+    first = p * PANEL
+    update = np.zeros((rows, PANEL), np.float32)
+    address = inner.ctypes.data
+    blocked_panel(address, width, up[p], 0, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, up[p].ctypes.data)
+    for r in range(rows):
+        for j in range(min(PANEL, out.shape[1] - first)):
+            out[r, first + j] = widen(narrow(out[r, first + j], like[0])) + scale * update[r, j]
 
 
 @inline
@@ -126,18 +125,36 @@ def _linear_low_rank(
             _adapted_product(x, c, p - second, bias_c, out_c, inner_c, up_c, float32(scale_c), like)
 
 
-@parallel
-def _linear_unpacked(x, weight, bias, resume, out):
+@inline
+def _packed_panel(weight, p):
+    """Return fp32 [depth, PANEL]: panel p of a weight, zero-padded."""
     features, depth = weight.shape
-    for p in prange((features + PANEL - 1) // PANEL):
-        panel = np.zeros((depth, PANEL), np.float32)
-        first = p * PANEL
-        for j in range(min(PANEL, features - first)):
-            for k in range(depth):
-                panel[k, j] = weight[first + j, k]
-        if not resume:
-            _start_panel(p, bias, out)
+    panel = np.zeros((depth, PANEL), np.float32)
+    for j in range(min(PANEL, features - p * PANEL)):
+        for k in range(depth):
+            panel[k, j] = weight[p * PANEL + j, k]
+    return panel
+
+
+@parallel
+def _linear_unpacked(x, weight, bias, out):
+    for p in prange((weight.shape[0] + PANEL - 1) // PANEL):
+        panel = _packed_panel(weight, p)
+        _start_panel(p, bias, out)
         _panel_product(x, panel, p, out, panel)
+
+
+@parallel
+def _linear_resume(x, weight, out):
+    rows, depth = x.shape
+    for p in prange((weight.shape[0] + PANEL - 1) // PANEL):
+        panel = _packed_panel(weight, p)
+        first, last = p * PANEL, min((p + 1) * PANEL, out.shape[1])
+        whole = np.zeros((rows, PANEL), np.float32)
+        whole[:, : last - first] = out[:, first:last]
+        address = panel.ctypes.data
+        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, whole.ctypes.data, PANEL, rows, address)
+        out[:, first:last] = whole[:, : last - first]
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -206,7 +223,7 @@ def linear_unpacked(
     """Return bias + x @ weight.T, [rows, features] in `dtype`; weight [features, depth] of any strides."""
     x = x.float().contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _linear_unpacked(x.numpy(), storage(weight.float()), _start(bias), False, out.numpy())
+    _linear_unpacked(x.numpy(), storage(weight.float()), _start(bias), out.numpy())
     return out.to(dtype)
 
 
@@ -216,6 +233,6 @@ def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Add x @ weight.T to `out`, in place, fp32: the chains go on from what it holds."""
+    """Add x @ weight.T to `out`, in place, fp32: one chain an element, which goes on from what it holds."""
     wide = x.float().contiguous()
-    _linear_unpacked(wide.numpy(), storage(weight.float()), _NO_BIAS, True, out.numpy())
+    _linear_resume(wide.numpy(), storage(weight.float()), out.numpy())

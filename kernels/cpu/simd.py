@@ -5,8 +5,9 @@ The tile is the heart of every matrix product here. It computes, for `rows` rows
     for k ascending:  c[r, j] = fma(a[r, k], b[k, j], c[r, j])
 
 with the accumulators in registers. Each output element is one chain of fused multiply-adds in ascending k, whatever
-the tile's shape, the vector width or the CPU: shapes are a schedule, the chain is the tree. Because the chain starts
-from what `c` holds, it may be cut anywhere along k and continued without changing a bit.
+the tile's shape, the vector width or the CPU: shapes are a schedule, the chain is the tree. A chain that goes on from
+what `c` holds may be cut anywhere along k. A chain in blocks starts from 0 at each multiple of CHAIN, and `c` takes the
+blocks' sums: its error grows with the root of CHAIN, not of the depth.
 """
 
 import llvmlite.binding
@@ -37,7 +38,8 @@ PANEL_VECTORS = 3  # linear: 3 vectors of columns x 8 rows = 24 accumulators, 3 
 TILE_ROWS = 8 if REGISTERS >= 32 else 4
 PANEL = PANEL_VECTORS * LANES
 CACHE_LINE = 64
-FEW_DEPTH, MANY_DEPTH = 96, 1024  # rows of b in a block, for few and for many passes over it
+CHAIN = 128  # of k, in a product of blocks
+FEW_DEPTH, MANY_DEPTH = CHAIN, 8 * CHAIN  # rows of b that stay in cache, for few and for many passes over them
 FEW_PASSES = 8
 
 
@@ -123,24 +125,6 @@ def _load_vector(builder, address, stored: str):
     return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
 
 
-def _rounded(builder, wide, stored: str):
-    """Return LANES fp32 values, each rounded once to nearest even to a storage dtype, as fp32."""
-    if stored == "float32":
-        return wide
-    if stored == "float16":
-        return builder.fpext(builder.fptrunc(wide, ir.VectorType(_F16, LANES)), wide.type)
-    integers = ir.VectorType(_I32, LANES)
-
-    def each(value):
-        return ir.Constant(integers, [value] * LANES)
-
-    bits = builder.bitcast(wide, integers)
-    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
-    rounded = builder.and_(builder.add(bits, builder.add(odd, each(0x7FFF))), each(-(1 << 16)))
-    is_nan = builder.fcmp_unordered("uno", wide, wide)
-    return builder.bitcast(builder.select(is_nan, each(0x7FC00000), rounded), wide.type)
-
-
 def _store_vector(builder, value, address):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
 
@@ -151,12 +135,12 @@ def _address(builder, base, *terms):
     return base
 
 
-def _make_tile(vectors: int, stored: str):
+def _make_tile(vectors: int, stored: str, anew: bool):
     """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows.
 
-    It takes addresses, and strides in elements. stored: b's dtype. Few rows wait for memory, so each k fetches as many
-    lines as a row of b has, from streams `gap` bytes apart that start at `ahead` and advance by `step`: a core's
-    prefetcher looks ahead in each.
+    It takes addresses, and strides in elements. stored: b's dtype. anew: chains start from 0, not from c. Few rows wait
+    for memory, so each k fetches as many lines as a row of b has, from streams `gap` bytes apart that start at `ahead`
+    and advance by `step`: a core's prefetcher looks ahead in each.
     """
     vector = ir.VectorType(_F32, LANES)
     size_b = 4 if stored == "float32" else 2
@@ -174,7 +158,8 @@ def _make_tile(vectors: int, stored: str):
         cells = [
             [_address(builder, c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)
         ]
-        start = [[_load_vector(builder, cells[r][j], "float32") for j in range(vectors)] for r in range(rows)]
+        zero = ir.Constant(vector, [0.0] * LANES)
+        held = [[zero if anew else _load_vector(builder, c, "float32") for c in row] for row in cells]
 
         entry = builder.block
         loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
@@ -204,71 +189,24 @@ def _make_tile(vectors: int, stored: str):
         builder.position_at_end(done)
         for r in range(rows):
             for j in range(vectors):
-                acc[r][j].add_incoming(start[r][j], entry)
+                acc[r][j].add_incoming(held[r][j], entry)
                 acc[r][j].add_incoming(after[r][j], loop)
                 result = builder.phi(vector)
-                result.add_incoming(start[r][j], entry)
+                result.add_incoming(held[r][j], entry)
                 result.add_incoming(after[r][j], loop)
                 after[r][j] = result
         for r in range(rows):
             for j in range(vectors):
-                _store_vector(builder, after[r][j], cells[r][j])
+                total = after[r][j]
+                if anew:
+                    total = builder.fadd(_load_vector(builder, cells[r][j], "float32"), total)
+                _store_vector(builder, total, cells[r][j])
 
     @intrinsic
     def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step, gap):
         return _by_rows(emit, [types.int64] * 11)
 
     return tile_op
-
-
-def _make_low_rank_tile(vectors: int, stored: str):
-    """Make the op `c = rounded(c) + scale * (a @ b)`, a [rows, depth] and b [depth, vectors * LANES], all fp32.
-
-    It takes addresses, and strides in elements. stored: the dtype that c is rounded to. Each element of a @ b is a
-    chain from 0 over ascending depth.
-    """
-    vector = ir.VectorType(_F32, LANES)
-
-    def emit(builder, rows, a, stride_a, b, depth, c, stride_c, scale):
-        multiply_add = builder.module.declare_intrinsic(
-            f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
-        )
-        row_a = [_address(builder, a, (stride_a, 4 * r)) for r in range(rows)]
-        zero = ir.Constant(vector, [0.0] * LANES)
-        entry = builder.block
-        loop, done = builder.append_basic_block("rank_loop"), builder.append_basic_block("rank_done")
-        builder.branch(loop)
-
-        builder.position_at_end(loop)
-        k = builder.phi(_I64)
-        k.add_incoming(_I64(0), entry)
-        acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
-        places = [_address(builder, b, (k, 4 * LANES * vectors), (_I64(j), 4 * LANES)) for j in range(vectors)]
-        columns = [_load_vector(builder, place, "float32") for place in places]
-        after = []
-        for r in range(rows):
-            single = _broadcast(builder, _load_scalar(builder, _address(builder, row_a[r], (k, 4))))
-            after.append([builder.call(multiply_add, [single, columns[j], acc[r][j]]) for j in range(vectors)])
-            for j in range(vectors):
-                acc[r][j].add_incoming(zero, entry)
-                acc[r][j].add_incoming(after[r][j], loop)
-        following = builder.add(k, _I64(1))
-        k.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-
-        builder.position_at_end(done)
-        factor = _broadcast(builder, scale)
-        for r in range(rows):
-            for j in range(vectors):
-                cell = _address(builder, c, (stride_c, 4 * r), (_I64(j), 4 * LANES))
-                base = _rounded(builder, _load_vector(builder, cell, "float32"), stored)
-                _store_vector(builder, builder.fadd(base, builder.fmul(factor, after[r][j])), cell)
-
-    @intrinsic
-    def low_rank_op(typingctx, rows, a, stride_a, b, depth, c, stride_c, scale):
-        return _by_rows(emit, [*[types.int64] * 7, types.float32])
-
-    return low_rank_op
 
 
 def _load_scalar(builder, address):
@@ -320,8 +258,8 @@ def _make_widen(vectors: int, stored: str):
     return widen_op
 
 
-def _row_tiles(vectors: int, stored: str):
-    """Make the product of any number of rows by `vectors * LANES` columns.
+def _row_tiles(vectors: int, stored: str, blocked: bool):
+    """Make the product of any number of rows by `vectors * LANES` columns, with chains in blocks or whole ones.
 
     It takes as few passes as TILE_ROWS allow, of about equal heights.
 
@@ -330,7 +268,7 @@ def _row_tiles(vectors: int, stored: str):
     """
     size = 4 if stored == "float32" else 2
     width = vectors * LANES
-    tile, wide_tile = _make_tile(vectors, stored), _make_tile(vectors, "float32")
+    tile, wide_tile = _make_tile(vectors, stored, blocked), _make_tile(vectors, "float32", blocked)
     widen = _make_widen(vectors, stored)
     halves = size == 2
 
@@ -351,24 +289,31 @@ def _row_tiles(vectors: int, stored: str):
                 here, stride = scratch.ctypes.data, width
             step = -(-size * width // (fetching * lines))
             gap = step * fetching * part
+            length = CHAIN if blocked else part
             tile_a, tile_c = a + 4 * k, c
             for i in range(passes):
                 height = rows // passes + (1 if i < rows % passes else 0)
-                if halves and passes == 1:
+                if halves and passes == 1:  # a part is one chain
                     tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step, gap)
                 else:
-                    wide_tile(height, tile_a, stride_a, here, stride, part, tile_c, stride_c, following, step, gap)
+                    for at in range(0, part, length):
+                        wide_tile(
+                            height, tile_a + 4 * at, stride_a, here + 4 * stride * at, stride, min(length, part - at),
+                            tile_c, stride_c, following + step * at, step, gap,
+                        )  # fmt: skip
                 following += step * part
                 if i + 1 == fetching:
                     following, step, gap = here, 0, 0
                 tile_a += 4 * height * stride_a
                 tile_c += 4 * height * stride_c
 
-    product.__qualname__ = f"product_{vectors}_{stored}"  # numba names the machine code after it, cached code, too
+    product.__qualname__ = (
+        f"product_{vectors}_{stored}_{blocked}"  # numba names the machine code after it, cached code, too
+    )
     return product
 
 
-def _matmul(vectors: int):
+def _matmul(vectors: int, blocked: bool):
     """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...]` for an array b of fp32, or of halves.
 
     Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
@@ -381,32 +326,10 @@ def _matmul(vectors: int):
 
     @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
     def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
-        return _row_tiles(vectors, _HALVES.get(b.dtype, "float32"))
+        return _row_tiles(vectors, _HALVES.get(b.dtype, "float32"), blocked)
 
     return matmul
 
 
-def add_low_rank(a, stride_a, b, c, stride_c, rows, scale, like):
-    """Set c [rows, PANEL] to c, rounded to the dtype of the array `like`, plus scale * (a @ b); b [rank, PANEL].
-
-    a and c are addresses, with row strides; b is an array.
-    """
-    raise NotImplementedError("for compiled callers")
-
-
-@overload(add_low_rank, jit_options={"error_model": "numpy", "nogil": True})
-def _add_low_rank_by_storage(a, stride_a, b, c, stride_c, rows, scale, like):
-    stored = _HALVES.get(like.dtype, "float32")
-    tile = _make_low_rank_tile(PANEL_VECTORS, stored)
-
-    def product(a, stride_a, b, c, stride_c, rows, scale, like):
-        for first in range(0, rows, TILE_ROWS):
-            height = min(TILE_ROWS, rows - first)
-            source, target = a + 4 * first * stride_a, c + 4 * first * stride_c
-            tile(height, source, stride_a, b.ctypes.data, b.shape[0], target, stride_c, scale)
-
-    product.__qualname__ = f"low_rank_{stored}"  # numba names the machine code after it
-    return product
-
-
-matmul_panel, matmul_two, matmul_one = _matmul(PANEL_VECTORS), _matmul(2), _matmul(1)
+blocked_panel, blocked_one = _matmul(PANEL_VECTORS, True), _matmul(1, True)
+matmul_panel, matmul_two, matmul_one = _matmul(PANEL_VECTORS, False), _matmul(2, False), _matmul(1, False)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from samebits.kernels import contract, cpu, ops
 from samebits.kernels.cpu import simd
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
+from samebits.kernels.cpu.simd import CHAIN
 
 SHAPES = [(576, 576), (172, 100), (100, 172), (49, 20), (1001, 100), (20, 100), (49, 1100)]
 EPS = 2.0**-24  # half an ulp of 1.0
@@ -40,7 +41,7 @@ def threads(request):
 
 def test_machine_code_of_different_tiles_has_different_names():
     """numba tells cached functions of one name and signature, compiled in different processes, apart by chance only."""
-    kinds = list(itertools.product((1, 2, 3), ("float32", "bfloat16", "float16")))
+    kinds = list(itertools.product((1, 2, 3), ("float32", "bfloat16", "float16"), (False, True)))
     assert len({simd._row_tiles(*kind).__qualname__ for kind in kinds}) == len(kinds)
 
 
@@ -64,18 +65,33 @@ def test_linear_row_is_the_same_bits_in_every_batch_and_layout(features, depth, 
 def test_linear_error_budget(features, depth):
     x, weight = wide(16, depth), torch.randn(features, depth)
     exact = x.double() @ weight.double().t()
-    bound = depth * EPS * (x.double().abs() @ weight.double().abs().t())  # Higham, 2002, (3.5) for one chain
+    steps = min(depth, CHAIN) + depth // CHAIN  # of a chain, and of the sum of chains: Higham, 2002, (3.5)
+    bound = (steps + 1) * EPS * (x.double().abs() @ weight.double().abs().t())
     assert ((ops.linear(x, weight).double() - exact).abs() <= bound).all()
     typical = (ops.linear(x, weight) - exact).abs().max() / (x.abs().double() @ weight.abs().double().t()).max()
     assert typical < 4 * math.sqrt(depth) * EPS
 
 
-def test_cut_anywhere_along_k_the_chain_is_the_same():
+@pytest.mark.parametrize("rows", [1, 9, 70])
+@pytest.mark.parametrize("depth", [1, 127, 128, 129, 1024, 1100])
+def test_blocks_of_k_are_added_one_after_the_other(depth, rows):
+    x, weight, bias = wide(rows, depth), wide(50, depth, seed=1), torch.randn(50)
+    out = bias.expand(rows, -1).clone()
+    for k in range(0, depth, CHAIN):
+        out += ops.linear(x[:, k : k + CHAIN], weight[:, k : k + CHAIN])
+    assert torch.equal(ops.linear(x, weight, bias), out)
+
+
+def test_cut_anywhere_along_k_a_resumed_chain_is_the_same():
     x, weight = wide(9, 300), wide(50, 300, seed=1)
-    out = torch.zeros(9, 50)
+    whole, parts = torch.zeros(9, 50), torch.zeros(9, 50)
+    cpu.linear_resume(x, weight, whole)
     for low, high in ((0, 1), (1, 7), (7, 200), (200, 300)):
-        cpu.linear_resume(x[:, low:high].contiguous(), weight[:, low:high], out)
-    assert torch.equal(out, ops.linear(x, weight))
+        cpu.linear_resume(x[:, low:high].contiguous(), weight[:, low:high], parts)
+    assert torch.equal(whole, parts)
+    short = torch.zeros(9, 50)
+    cpu.linear_resume(x[:, :CHAIN].contiguous(), weight[:, :CHAIN], short)
+    assert torch.equal(short, ops.linear(x[:, :CHAIN], weight[:, :CHAIN]))
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
