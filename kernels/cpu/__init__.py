@@ -14,11 +14,22 @@ from .elementwise import (
     add_rms_norm,
     gated_activation,
     gated_activation_backward,
+    gated_halves,
     rms_norm,
     rms_norm_backward,
     rotary,
     rotary_tables,
 )
+from .experts import (
+    combine,
+    combine_backward,
+    grouped_outer,
+    grouped_packed,
+    grouped_unpacked,
+    pack_experts,
+    plan_experts,
+)
+from .functions import row_sums, softmax, top_k, unary
 from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
@@ -39,15 +50,18 @@ def trees(device: torch.device) -> dict[str, str]:
         "attention": f"online softmax over key blocks of {BLOCK}, ascending; pairwise sums; fp32 weights",
         "norm": "16 interleaved fma chains, pairwise; 1/sqrt; weight * (x * rstd)",
         "activation": "x / (1 + exp(-x)); exp: Taylor 7",
+        "experts": "each product as linear; a token's sum: fp32 fma over ascending experts; weights in fp32",
+        "functions": "sigmoid, silu, softmax by exp: Taylor 7; others fp64, rounded to fp32; sums in fp64, ascending; "
+        "topk: of equals the lower column",
         "logprob": "fp32 logits / T; sum of exp in fp64 by groups of 256; log in fp64; one rounding to fp32",
         "libm": " ".join(platform.libc_ver()) or platform.platform(terse=True),
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long.
 
-    low_rank: that of a product with a low-rank update, too.
+    low_rank, experts: those of products with low-rank updates, and of mixtures of experts, too.
     """
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype, device)
@@ -69,9 +83,22 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) ->
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
         *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
+        *[lambda: _warm_up_experts(dtype)] * experts,
     )
     for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
+
+
+def _warm_up_experts(dtype: torch.dtype) -> None:
+    """Compile the kernels of routers, and of packed and plain experts."""
+    scores = softmax(torch.zeros(1, 2))
+    row_sums(scores, 1)
+    unary(scores, "sigmoid")
+    plan = plan_experts(top_k(scores, 1), 2)
+    x, weight = torch.zeros(1, 16, dtype=dtype), torch.zeros(2, 32, 16, dtype=dtype)
+    gated = gated_halves(grouped_unpacked(x, weight, plan, True, dtype), "silu")
+    packed = pack_experts(weight[:, :16])
+    combine(grouped_packed(gated, storage(packed), 16, plan, False, dtype), scores[:, :1], plan, dtype)
 
 
 __all__ = [
@@ -83,24 +110,36 @@ __all__ = [
     "attention",
     "attention_backward",
     "check_device",
+    "combine",
+    "combine_backward",
     "gated_activation",
     "gated_activation_backward",
+    "gated_halves",
     "gradient_product",
+    "grouped_outer",
+    "grouped_packed",
+    "grouped_unpacked",
     "linear_packed",
     "linear_resume",
     "linear_unpacked",
     "new_kv_cache",
     "pack",
+    "pack_experts",
     "pack_low_rank",
     "packed_rows",
+    "plan_experts",
     "rms_norm",
     "rms_norm_backward",
     "rotary",
     "rotary_tables",
+    "row_sums",
     "sample",
+    "softmax",
     "storage",
     "tile_tokens",
+    "top_k",
     "trees",
+    "unary",
     "warm_up",
     "work_items",
     "write_kv",
