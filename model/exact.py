@@ -255,7 +255,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
     """Finish loading: check the values, swap the ops, probe that this machine keeps the promise. Return the model."""
-    for key, parameter in model.named_parameters():
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
     ops.backend(model.device).warm_up(model.dtype, model.device)

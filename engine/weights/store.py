@@ -17,6 +17,7 @@ from ...model.adapter import is_adapter_tensor, tensor_name
 from ...model.checkpoint import manifest
 from ...model.exact import all_finite
 from ...model.stage import shift_layer
+from ...model.stored import Piece, stored_pieces
 from .spec import TensorSpec, checksum
 from .table import WeightTable, WeightUpdateError, parts_of
 
@@ -40,20 +41,25 @@ class WeightStore:
         self.whole = whole
         self.adapter_dtype = getattr(torch, adapter_dtype)
         self.absent: set[str] = set()
-        self.dtype = model.dtype
         self.device = model.device
         self.recycled: dict[str, Any] = {}  # what the last update replaced: new memory costs as much as filling it
-        parameters = {shift_layer(n, first_layer): p for n, p in model.named_parameters(remove_duplicate=False)}
+        # buffers that are stored are weights, too: a router's e_score_correction_bias
+        state = {shift_layer(n, first_layer): p for n, p in model.state_dict(keep_vars=True).items()}
+        self.dtypes = {name: p.dtype for name, p in state.items()}
         modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
-        first_names = {id(p): name for name, p in reversed(parameters.items())}
+        first_names = {id(p): name for name, p in reversed(state.items())}
         self.places: dict[
             str, list[tuple[Any, str]]
         ] = {}  # (module, attribute) of each use; under a tensor's first name
-        for name, p in parameters.items():
+        for name, p in state.items():
             owner, _, leaf = name.rpartition(".")
             self.places.setdefault(first_names[id(p)], []).append((modules[owner], leaf))
-        tied = {name: first_names[id(p)] for name, p in parameters.items() if first_names[id(p)] != name}
-        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied, adapter)
+        tied = {name: first_names[id(p)] for name, p in state.items() if first_names[id(p)] != name}
+        pieces = {
+            shift_layer(name, first_layer): piece._replace(tensor=shift_layer(piece.tensor, first_layer))
+            for name, piece in stored_pieces(model).items()
+        }
+        self.table = WeightTable({name: tuple(p.shape) for name, p in state.items()}, tied, adapter, pieces)
         for name, module in modules.items():
             low_rank = getattr(module, "low_rank", None)
             for factor, leaf in (("A", "down"), ("B", "up")) if low_rank is not None else ():
@@ -62,13 +68,13 @@ class WeightStore:
                 self.table.shapes[tensor] = tuple(getattr(low_rank, leaf).shape)
         if model.config.tie_word_embeddings and model.get_output_embeddings() is None:
             for second, name in model._tied_weights_keys.items():  # on another stage, and yet ours by either name
-                if name in parameters:
+                if name in state:
                     self.table.tied[second] = name
                     self.table.shapes[second] = self.table.shapes[name]
 
     def owns(self, name: str) -> bool:
         """True if the tensor belongs here; a whole model owns all, so that unknown names are errors."""
-        return self.whole or name in self.table.shapes
+        return self.whole or name in self.table.shapes or name in self.table.pieces
 
     def specs(self) -> list[TensorSpec]:
         """The specs of the tensors in force, tied ones once."""
@@ -76,7 +82,7 @@ class WeightStore:
 
     def storage_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is kept."""
-        return torch.float32 if is_adapter_tensor(name) else self.dtype
+        return torch.float32 if is_adapter_tensor(name) else self.dtypes[self.table.tied.get(name, name)]
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in force, by its first name."""
@@ -132,7 +138,7 @@ class WeightStore:
                 if is_packed(module, leaf):
                     module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
                 else:
-                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype, device=self.device)
+                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtypes[name], device=self.device)
 
     def forget_adapter(self) -> None:
         """Count the adapter as absent."""
@@ -145,6 +151,7 @@ class StagedWeights:
     def __init__(self, store: WeightStore):
         self.store = store
         self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
+        self.partial: dict[str, Tensor] = {}  # those whose pieces come
         self.given: set[str] = set()
 
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -177,24 +184,41 @@ class StagedWeights:
 
     def _add(self, name: str, tensor: Tensor) -> None:
         store = self.store
-        if name in self.given:
-            raise WeightUpdateError(f"tensor {name!r} was given twice")
+        store.table.check_new(name, self.given)
         store.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
+        if name in store.table.pieces:
+            self._stage_piece(name, store.table.pieces[name], tensor.detach())
+        else:
+            self._stage(name, tensor.detach())
+        self.given.add(name)
+
+    def _stage_piece(self, name: str, piece: Piece, tensor: Tensor) -> None:
+        """Stage a piece, and with the last one the whole tensor."""
+        store = self.store
+        whole = piece.tensor
+        if whole not in self.partial:
+            shape = store.table.shapes[whole]
+            self.partial[whole] = torch.empty(shape, dtype=store.storage_dtype(whole), device=store.device)
+        piece.of(self.partial[whole]).copy_(tensor)
+        if all(part == name or part in self.given for part in store.table.pieces_of[whole]):
+            self._stage(whole, self.partial.pop(whole))
+
+    def _stage(self, name: str, tensor: Tensor) -> None:
+        store = self.store
         if is_adapter_tensor(name):
             tensor = tensor.to(store.adapter_dtype)
-        tensor = tensor.detach().to(store.device, store.storage_dtype(name))
+        tensor = tensor.to(store.device, store.storage_dtype(name))
         first = store.table.tied.get(name, name)
         if first in self.tensors:
             self._check_tied(name, tensor, self.tensors[first])
+            return
+        memory = store.recycled.pop(first, None)
+        if any(is_packed(*place) for place in store.places[first]):
+            self.tensors[first] = ops.PackedWeight.pack(tensor, memory)
         else:
-            memory = store.recycled.pop(first, None)
-            if any(is_packed(*place) for place in store.places[first]):
-                self.tensors[first] = ops.PackedWeight.pack(tensor, memory)
-            else:
-                self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
-        self.given.add(name)
+            self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
 
     def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | ops.PackedWeight) -> None:
         if isinstance(staged, ops.PackedWeight):
