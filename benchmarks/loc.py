@@ -11,7 +11,7 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 3950,
+    "engine + scheduler + model": 4150,
     "cluster": 930,
     "trainer": 565,
     "trainer/rl": 1060,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
 from .exact import check_config, check_structure, load_config, parse_dtype, prepare
+from .linear import UnsupportedModelError
+from .stored import by_tensor, stored_pieces
 
 Layers = tuple[int, int]  # from, up to
+_PARTS = {"embed_tokens", "layers", "norm"}
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -84,6 +88,7 @@ def stage_model(
             config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
         )
     check_structure(model)
+    _check_divisible(model)
     keep_layers(model, layers)
     fill_tables(model)
     base = model.base_model
@@ -92,10 +97,20 @@ def stage_model(
         base.norm, model.lm_head = nn.Identity(), None
     if not (first or (last and tied)):
         base.embed_tokens = None
-    model.load_state_dict(_tensors(path, model, layers[0], dtype), assign=True, strict=False)
+    model.load_state_dict(_tensors(path, model, layers[0]), assign=True, strict=False)
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
     return prepare(model.to(device).eval(), path, exact)
+
+
+def _check_divisible(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where something else has weights than embedding, layers, norm and lm_head."""
+    for parent, known in ((model, {model.base_model_prefix, "lm_head"}), (model.base_model, _PARTS)):
+        for name, child in parent.named_children():
+            if name not in known and next(child.parameters(), None) is not None:
+                raise UnsupportedModelError(
+                    f"pipeline stages of {type(model).__name__}: no stage is known for {name!r}"
+                )
 
 
 def keep_layers(model: PreTrainedModel, layers: Layers) -> None:
@@ -138,20 +153,31 @@ def fill_tables(model: PreTrainedModel) -> None:
             model._init_weights(module)
 
 
-def _tensors(path: os.PathLike, model: nn.Module, first_layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dict[str, Tensor]:
     """A stage's own tensors by their names in it; CheckpointError unless they are what its config says."""
     stored = manifest(resolve(path))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied tensors once
+    pieces = by_tensor(stored_pieces(model))
+    state = model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        full = shift_layer(name, first_layer)
-        if full not in stored:
-            raise CheckpointError(f"{path} does not fit its config; missing: {full}")
-        there, file = stored[full]
-        if there != shape:
-            raise CheckpointError(
-                f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(shape)}"
-            )
+    reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
+    for name in {id(p): name for name, p in reversed(state.items())}.values():  # tied ones once
+        whole = torch.empty(state[name].shape, dtype=state[name].dtype)
+        found[name] = whole
+        places = {name: whole}
+        if shift_layer(name, first_layer) not in stored and name in pieces:
+            places = {part: piece.of(whole) for part, piece in pieces[name].items()}
+        for part, place in places.items():
+            full = shift_layer(part, first_layer)
+            if full not in stored:
+                raise CheckpointError(f"{path} does not fit its config; missing: {full}")
+            there, file = stored[full]
+            if there != place.shape:
+                raise CheckpointError(
+                    f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(place.shape)}"
+                )
+            reads.setdefault(file, []).append((full, place))
+    for file, wanted in reads.items():
         with safe_open(file, framework="pt") as tensors:
-            found[name] = tensors.get_tensor(full).to(dtype)
+            for full, place in wanted:
+                place.copy_(tensors.get_tensor(full))
     return found

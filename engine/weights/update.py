@@ -56,8 +56,7 @@ class WeightUpdate:
         """
         names = set(self.given)
         for spec in specs:
-            if spec.name in names:
-                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
+            self.table.check_new(spec.name, names)
             self.table.check_spec(spec)
             names.add(spec.name)
         if complete:
@@ -102,11 +101,12 @@ class WeightUpdate:
         """Workers read a directory by themselves."""
         stored = StoredWeights.at(path)
         entries = manifest(path)
+        names = set(self.given)
         for name, (shape, _) in entries.items():
+            self.table.check_new(name, names)
             self.table.check_shape(name, shape)
+            names.add(name)
         self.table.check_complete(set(entries))
-        if twice := self.given & set(entries):
-            raise WeightUpdateError(f"tensor {min(twice)!r} was given twice: a directory brings all of them")
         self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
         if not stored.unchanged:
             raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
@@ -118,8 +118,7 @@ class WeightUpdate:
         for name, tensor in pairs:
             if not isinstance(tensor, Tensor):
                 raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
-            if name in self.given:
-                raise WeightUpdateError(f"tensor {name!r} was given twice")
+            self.table.check_new(name, self.given)
             self.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
             yield name, tensor
             self.given.add(name)
