@@ -9,6 +9,7 @@ from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model, lora
+from helpers.families import FAMILIES
 from helpers.models import CONFIGS
 from helpers.oracle import oracle
 from helpers.schedules import check_results, random_requests, run_schedule, two_versions
@@ -40,6 +41,22 @@ def check_schedules(path, dtype, models, name, cases, first=0, settings=lambda r
 def test_no_schedule_changes_a_bit(checkpoint, family, dtype, cases):
     path, models = two_versions(checkpoint, family, dtype)
     check_schedules(path, dtype, models, f"{family}-{dtype}", cases)
+
+
+FAST = {"qwen3_moe", "glm4_moe", "granite", "gemma3_text"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+def test_no_schedule_changes_a_bit_of_any_family(checkpoint, family, dtype):
+    """In one stage, or in bfloat16 in two."""
+    path, models = two_versions(checkpoint, family, dtype)
+
+    def settings(rng):
+        layout = {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 4)}
+        return layout if dtype == "bfloat16" else {}
+
+    check_schedules(path, dtype, models, f"{family}-{dtype}", 1, settings=settings)
 
 
 @pytest.mark.parametrize("cases", CASES)
