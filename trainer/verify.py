@@ -176,9 +176,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[T
 
     def record(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         inputs, outputs = seen.setdefault(name, ([], []))
-        inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
-        parts = output if isinstance(output, tuple) else (output,)
-        outputs += [_by_token(t) for t in parts if torch.is_tensor(t) and t.is_floating_point()]
+        inputs += _by_token(args)
+        outputs += _by_token(output if isinstance(output, tuple) else (output,))
 
     modules = {name.removeprefix(PREFIX): module for name, module in model.named_modules()}
     adapted = {name for name, module in modules.items() if hasattr(module, "base_layer")}
@@ -194,10 +193,10 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[T
             handle.remove()
 
 
-def _by_token(tensor: Tensor) -> Tensor:
-    """[1, T, ...] or [R, ...] -> [tokens, ...], a copy."""
-    batched = tensor.dim() > 2 or not tensor.is_floating_point()  # [1, T] token ids and positions
-    return (tensor[0] if batched else tensor).detach().clone()
+def _by_token(values: tuple) -> list[Tensor]:
+    """Return a call's floating-point tensors, [1, T, ...] or [R, ...], as [tokens, ...], copies."""
+    tensors = [value for value in values if torch.is_tensor(value) and value.is_floating_point()]
+    return [(tensor[0] if tensor.dim() > 2 else tensor).detach().clone() for tensor in tensors]
 
 
 def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:

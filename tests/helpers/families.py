@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
-    "gpt2": ({}, r"no num_key_value_heads"),
+    "gpt2": ({}, r"GPT2Model has no list `layers`"),
     "starcoder2": ({}, r"input_layernorm \(LayerNorm\).*layer_norm has no exact form"),
     "gemma2": ({"query_pre_attn_scalar": 12}, r"self_attn \(Gemma2Attention\) takes 'softcap'"),
     "gemma4_text": (
