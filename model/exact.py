@@ -17,10 +17,14 @@ from ..kernels.contract import Contract, probe
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
-from .linear import ExactLinear, UnsupportedModelError, products
+from .coverage import cover_rest
+from .experts import use_exact_experts
+from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
+from .paged import takes_tokens
+from .roles import role_of
+from .selfcheck import SelfCheck
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
 
 
@@ -35,7 +39,12 @@ class LogprobRequest:
 
 
 class LMHead(ExactLinear):
-    """lm_head: fp32 logits, or the log-probs of given tokens without the logits."""
+    """lm_head: fp32 logits, or the log-probs of given tokens without the logits.
+
+    scale: what the model's own code does to its result, which log-probs and an engine must do, too.
+    """
+
+    scale: ops.LogitScale | None = None
 
     def forward(  # type: ignore[override]
         self, x: Tensor, wanted: LogprobRequest | None = None
@@ -43,7 +52,13 @@ class LMHead(ExactLinear):
         """Return fp32 logits, or what is wanted of rows [R, hidden]; see `ops.token_logprobs`."""
         if wanted is None:
             return ops.linear(x, self.packed or self.weight, self.bias, torch.float32, self.exact)
-        return ops.token_logprobs(x, self.weight, self.bias, wanted.targets, wanted.params, wanted.chunk, self.exact)
+        scores = wanted.targets, wanted.params, wanted.chunk
+        return ops.token_logprobs(x, self.weight, self.bias, *scores, self.exact, self.scale)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the model's logits, fp32, of rows [R, hidden]: as a plain call of the model does."""
+        found = self(x)
+        return found if self.scale is None else self.scale(found)
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -65,46 +80,6 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-class ExactRMSNorm(nn.Module):
-    """RMSNorm by the exact op; see `ops.rms_norm`."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed rows in x's dtype."""
-        return ops.rms_norm(x, self.weight, self.variance_epsilon)
-
-
-class ExactMLP(nn.Module):
-    """A gated MLP whose activation is the exact op; see `ops.gated_activation`."""
-
-    activation: str
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return down(activation(gate(x)) * up(x))."""
-        gate, up = products(x, self.gate_proj, self.up_proj)
-        return self.down_proj(ops.gated_activation(gate, up, self.activation))
-
-
-class ExactRotary(nn.Module):
-    """Rotary tables by the exact op; see `ops.rotary_tables`."""
-
-    inv_freq: Tensor
-    attention_scaling: float
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in x's dtype. Raises TypeError if `inv_freq` is no longer fp32."""
-        if self.inv_freq.dtype != torch.float32:
-            raise TypeError(f"inv_freq was cast to {self.inv_freq.dtype}; load with dtype=... instead of model.to(...)")
-        cos, sin = ops.rotary_tables(position_ids, self.inv_freq, float(self.attention_scaling))
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-
 def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The torch dtype; ValueError where the device's kernels don't support it."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -117,63 +92,111 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def check_config(config) -> None:
-    """Raise UnsupportedModelError unless samebits covers every op that the config asks for."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(f"model type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    """Raise UnsupportedModelError for a setting that no run of the model would show."""
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+        if getattr(config, name, None) is None:
+            raise UnsupportedModelError(f"model type {config.model_type!r} has no {name}; decoders of text are covered")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("quantised weights; load a checkpoint in float32, bfloat16 or float16")
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModelError(f"rope type {rope!r} changes with the batch; supported: {', '.join(ROPE_TYPES)}")
-    activations = ops.backend(torch.device("cpu")).ACTIVATIONS
-    if config.hidden_act not in activations:
-        raise UnsupportedModelError(f"activation {config.hidden_act!r}; supported: {', '.join(activations)}")
-    if not getattr(config, "is_causal", True):
+    for rope in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope not in ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {rope!r} is not covered, or changes with the batch; supported: {', '.join(ROPE_TYPES)}"
+            )
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError("is_causal=False: only causal attention is covered")
     if getattr(config, "attention_dropout", 0.0):
-        raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
+        raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout; set it to 0 in config.json")
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[str]:
+    """Return the rope types of a config, one for all layers or one for each kind of layer."""
+    kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {each.get("rope_type", "default") for each in kinds}
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
-    """Replace the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
+    """Make the ops of a HF causal LM exact, in place, by swapping its modules' classes; parameters stay as they are.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
-    UnsupportedModelError, naming the module, before anything is changed.
+    UnsupportedModelError, naming module and op, and leaves the model as it was.
     """
     check_config(model.config)
-    head = model.get_output_embeddings()  # None in all stages but the last
-    stem = type(model).__name__.removesuffix("ForCausalLM")
-    structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
-    structure |= {"ModuleList", "Embedding", "Identity"}  # the last: no norm, in all stages but the last
-    swaps: dict[str, type[nn.Module]] = {
-        "Linear": ExactLinear,
-        f"{stem}RMSNorm": ExactRMSNorm,
-        f"{stem}MLP": ExactMLP,
-        f"{stem}RotaryEmbedding": ExactRotary,
-    }
-    modules: dict[str, Any] = dict(model.named_modules())
-    activations = {id(m.act_fn) for m in modules.values() if hasattr(m, "act_fn")}
-    for name, module in modules.items():
-        kind = type(module).__name__
-        if kind not in structure and kind not in swaps and id(module) not in activations:
-            raise UnsupportedModelError(f"module {name!r} is a {kind}, which samebits has no exact op for")
-    for module in modules.values():
-        is_head = module is head and head is not None
-        new = LMHead if is_head else swaps.get(type(module).__name__)
-        if new is None or not (exact or is_head):
-            continue
-        if new is ExactMLP:
-            module.activation = model.config.hidden_act
-        module.__class__ = new
-        if is_head and not exact:
-            module.exact = False
-    model.__class__ = scoring(type(model))
-    model.config.use_cache = False
-    if exact:
-        model.set_attn_implementation(attention.PACKED)
-        base: Any = model.base_model
-        base.__class__ = packing(type(base))
+    check_structure(model)
+    classes = {module: type(module) for module in model.modules()}
+    implementation = model.config._attn_implementation
+    try:
+        head = model.get_output_embeddings()  # None in all stages but the last
+        if head is not None:
+            if type(head) is not nn.Linear:
+                raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
+            head.__class__ = LMHead
+            head.exact = exact
+        model.__class__ = scoring(type(model))
+        model.config.use_cache = False
+        if exact:
+            _make_modules_exact(model)
+    except BaseException:
+        for module, kind in classes.items():
+            module.__class__ = kind
+        model.set_attn_implementation(implementation)
+        raise
     return model
+
+
+def check_structure(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError unless the model is a list of decoder layers."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != model.config.num_hidden_layers:
+        kind = type(model.base_model).__name__
+        raise UnsupportedModelError(f"{kind} has no list `layers` of {model.config.num_hidden_layers} decoder layers")
+
+
+def _make_modules_exact(model: PreTrainedModel) -> None:
+    """Give all modules their roles; what else computes runs under `ExactMode`, or is refused."""
+    for module in model.modules():
+        role = role_of(module)
+        if role is not None:
+            module.__class__, attributes = role
+            vars(module).update(attributes)
+    use_exact_experts(model)
+    model.set_attn_implementation(attention.PACKED)
+    base: Any = model.base_model
+    base.__class__ = packing(type(base))
+    cover_rest(model)
+    if takes_tokens(model) and model.get_output_embeddings() is not None:
+        model.get_output_embeddings().scale = logit_scale(model)
+    check = SelfCheck(model)
+    check.batches()
+    check.paged()
+    if takes_tokens(model) and check.head is not None:
+        check.plain()
+
+
+@torch.no_grad()
+def logit_scale(model: PreTrainedModel) -> ops.LogitScale | None:
+    """Return what the model's code does to logits after lm_head: times or divided by a number of its config, or None.
+
+    Where it is neither, None, which `SelfCheck.plain` then refuses.
+    """
+    raw: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, args, out: raw.append(out))
+    try:
+        found = model(torch.arange(8, device=model.device)[None] % model.config.vocab_size).logits
+    finally:
+        handle.remove()
+    if torch.equal(found, raw[0]):
+        return None
+    numbers = {float(v) for v in model.config.to_dict().values() if isinstance(v, int | float)}
+    for scale in (ops.LogitScale(number, divides) for number in numbers for divides in (False, True)):
+        if scale.number and torch.equal(scale(raw[0]), found):
+            return scale
+    return None
+
+
+def is_exact(model: nn.Module) -> bool:
+    """True for a model, or a stage, with samebits' ops; False for a control."""
+    return next(m for m in model.modules() if isinstance(m, ExactLinear)).exact
 
 
 def contract_of(model: PreTrainedModel) -> Contract:
@@ -230,7 +253,7 @@ def exact_model(
         path,
         config=config,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if exact else "sdpa",  # some have no sdpa; exact ops take its place
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

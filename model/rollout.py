@@ -5,14 +5,21 @@ The trainer's copy keeps HF's parameters and calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from .exact import ExactRMSNorm
+from .attention import AttentionCall
+from .coverage import UnderMode
+from .exact import is_exact
+from .experts import is_experts, pack_experts
 from .linear import ExactLinear, products
+from .roles import ExactRMSNorm
+from .selfcheck import SelfCheck
 
 
 class PackedEmbedding(nn.Embedding):
@@ -51,7 +58,9 @@ def add(x: Tensor | Residual, update: Tensor, norm: nn.Module | None) -> Tensor 
 
 
 class FusedAttention(nn.Module):
-    """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
+    """Attention with the rotary embedding in one launch, to the same bits as the model's code."""
+
+    observed: AttentionCall
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
         """Return the attention's output [1, T, hidden] over the paged cache, and no weights."""
@@ -65,14 +74,13 @@ class FusedAttention(nn.Module):
         cos, sin = (t[0] for t in position_embeddings)
         assert cos.shape[-1] == module.head_dim, "a rotary embedding of part of a head"
         q, k = ops.backend(q.device).rotary(q, k, cos, sin)
-        of_all = module.config.model_type == "mistral" and module.config.sliding_window
-        window = getattr(self, "sliding_window", of_all) or 0
-        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
+        scaling, window = self.observed.scaling, self.observed.window
+        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, scaling, window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of a supported model whose sums take the norms after them along.
+    """A decoder layer whose sums take the norms after them along.
 
     following: the module that holds the norm after this layer, and its name there; empty where there is none here.
     """
@@ -97,26 +105,101 @@ def pack_weights(model: PreTrainedModel) -> None:
         if isinstance(module, ExactLinear) and module.exact:
             module.packed = ops.PackedWeight.pack(module.weight)
             module.weight = None  # type: ignore[assignment]
+        elif is_experts(module):
+            pack_experts(module)
     if tied and head.packed is not None:
-        embedding.__class__ = PackedEmbedding
         embedding.packed = head.packed
-        embedding.weight = None
+        embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
+        own = type(embedding)  # whose forward may scale what it looks up
+        embedding.__class__ = PackedEmbedding if own is nn.Embedding else type(own.__name__, (own, PackedEmbedding), {})
 
 
-def fuse(model: PreTrainedModel) -> None:
-    """Replace what the kernels compute in fewer launches, to the same bits; a control stays as it is."""
+class _Call(NamedTuple):
+    """A module's arguments."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
+    """Replace what the kernels compute in fewer launches, where a module's fused form gives its own bits.
+
+    run: a forward of a few tokens over a paged cache, whose calls of attention and layers are compared.
+    """
     base: Any = model.base_model
-    if not isinstance(base.layers[0].input_layernorm, ExactRMSNorm):
-        return
-    following: tuple = ()
-    if isinstance(base.norm, ExactRMSNorm):
-        base.norm.__class__ = FusedNorm
-        following = (base, "norm")
+    norms = [getattr(layer, name, None) for layer in base.layers for name in _NORMS]
+    norms.append(getattr(base, "norm", None))
+    calls = _recorded(run, [m for layer in base.layers for m in (layer, getattr(layer, "self_attn", None)) if m])
+    for layer in base.layers:
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None:
+            _fuse_if_equal(attention, FusedAttention, calls[attention])
+    for norm in filter(_takes_sum, norms):
+        norm.__class__ = FusedNorm
+    following: tuple = (base, "norm") if isinstance(norms[-1], FusedNorm) else ()
     for layer in reversed(base.layers):
-        attention = layer.self_attn
-        attention.__class__ = type("FusedAttention", (FusedAttention, type(attention)), {})
-        layer.input_layernorm.__class__ = FusedNorm
-        layer.post_attention_layernorm.__class__ = FusedNorm
-        layer.__class__ = type("FusedLayer", (FusedLayer, type(layer)), {})
-        layer.following = following
-        following = (layer, "input_layernorm")
+        fused = _fuse_if_equal(layer, FusedLayer, calls[layer])
+        if fused:
+            layer.following = following
+        following = (layer, "input_layernorm") if fused else ()
+
+
+_NORMS = "input_layernorm", "post_attention_layernorm"
+
+
+def _takes_sum(norm: nn.Module | None) -> bool:
+    return type(norm) is ExactRMSNorm and not norm.offset and hasattr(norm, "weight")
+
+
+def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _Call]:
+    """Return the modules' calls in a run."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls[module] = _Call(args, kwargs)
+
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@torch.inference_mode()
+def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
+    """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them."""
+    own = type(module)
+    if isinstance(module, UnderMode):
+        return False
+    variants = [call.kwargs]
+    if call.kwargs.get("position_ids") is not None:
+        variants.append(call.kwargs | {"position_ids": call.kwargs["position_ids"] + 10_000})
+    expected = [module(*call.args, **kwargs) for kwargs in variants]
+    module.__class__ = type(form.__name__, (form, own), {})
+    try:
+        found = [module(*call.args, **kwargs) for kwargs in variants]
+        fused = all(torch.equal(_first(a), _first(b)) for a, b in zip(found, expected, strict=True))
+    except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError):
+        fused = False
+    if not fused:
+        module.__class__ = own
+    return fused
+
+
+def _first(result: Tensor | tuple) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def prepare_rollout(model: PreTrainedModel) -> None:
+    """Pack an exact model's weights and fuse its modules. UnsupportedModelError if its bits don't stay what they were.
+
+    A control stays as it is.
+    """
+    if not is_exact(model):
+        return
+    check = SelfCheck(model)
+    pack_weights(model)
+    fuse(model, check.prefill)
+    check.paged()

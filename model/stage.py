@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
-from .exact import check_config, load_config, parse_dtype, prepare
+from .exact import check_config, check_structure, load_config, parse_dtype, prepare
 from .stored import by_tensor, stored_pieces
 
 Layers = tuple[int, int]  # from, up to
@@ -81,15 +81,14 @@ def stage_model(
     config = load_config(path)
     check_config(config)
     first, last = layers[0] == 0, layers[1] == config.num_hidden_layers
-    part = config.to_dict() | {"num_hidden_layers": layers[1] - layers[0]}
-    if part.get("layer_types"):
-        part["layer_types"] = part["layer_types"][slice(*layers)]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            type(config).from_dict(part), dtype=dtype, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
         )
+    check_structure(model)
+    keep_layers(model, layers)
+    fill_tables(model)
     base = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(config=model.config)  # its table is in no checkpoint
     tied = config.tie_word_embeddings
     if not last:
         base.norm, model.lm_head = nn.Identity(), None
@@ -99,6 +98,46 @@ def stage_model(
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
     return prepare(model.to(device).eval(), path, exact)
+
+
+def keep_layers(model: PreTrainedModel, layers: Layers) -> None:
+    """Leave these layers of a model alone, numbered from 0; where they aren't the first, they take hidden states."""
+    base: Any = model.base_model
+    config: Any = model.config
+    base.layers = base.layers[slice(*layers)]
+    count = config.num_hidden_layers
+    for name, values in list(vars(config).items()):
+        if "layer" in name and isinstance(values, list | tuple) and len(values) == count:  # one for each
+            setattr(config, name, values[slice(*layers)])
+    config.num_hidden_layers = layers[1] - layers[0]
+    for module in base.layers.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= layers[0]
+    model.first_layer = layers[0]  # type: ignore[assignment]
+    if layers[0]:
+        base.register_forward_pre_hook(_keep_given, with_kwargs=True)
+        base.layers[0].register_forward_pre_hook(functools.partial(_enter, base), with_kwargs=True)
+
+
+def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    base.given = kwargs["inputs_embeds"]
+
+
+def _enter(base: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give a stage's first layer what the stage was given: the model's code may have scaled it, as embeddings."""
+    if args:
+        return (base.given, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": base.given}
+
+
+def fill_tables(model: PreTrainedModel) -> None:
+    """Compute the buffers of a model without data that are in no checkpoint: rotary tables, scales of embeddings."""
+    for module in model.modules():
+        tables = {n: b for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set}
+        for name, buffer in tables.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        if tables:
+            model._init_weights(module)
 
 
 def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 from ..model.packing import kept_tokens
+from ..model.paged import group_size
 
 
 def token_logprobs(
@@ -110,7 +111,7 @@ class PackedBatch:
         lengths = [len(row) for row in rows]
         ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
         index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        group = model.config.num_attention_heads // model.config.num_key_value_heads
+        group = group_size(model.config)
         layout = ops.packed_layout(lengths, group, model.device, shared)
         return cls(ids.to(model.device), counts, index.to(model.device), layout)
 
