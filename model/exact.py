@@ -23,6 +23,7 @@ from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
 from .paged import takes_tokens
 from .roles import role_of
+from .routing import connect_routers
 from .selfcheck import SelfCheck
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
@@ -171,6 +172,7 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
     check.paged()
     if takes_tokens(model) and check.head is not None:
         check.plain()
+    connect_routers(model)
 
 
 @torch.no_grad()
