@@ -45,6 +45,26 @@ class Sampled(NamedTuple):
     thresholds: Tensor
 
 
+UNARY = "sigmoid", "silu", "gelu", "gelu_pytorch_tanh", "tanh", "exp", "log", "softplus", "cos", "sin"
+
+
+class ExpertPlan(NamedTuple):
+    """The order in which (token, slot) pairs meet their experts: rows sorted by expert, a tie by the pair's number.
+
+    pairs [P]: the pair, token * k + slot, of each row; places [T, k]: each token's rows, ascending, and so their
+    experts; ends [E]: where each expert's rows end. Integers of the backend's choice, on its device.
+    """
+
+    pairs: Tensor
+    places: Tensor
+    ends: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row."""
+        return self.pairs // self.places.shape[1]
+
+
 class Backend(Protocol):
     """The kernels for one kind of device; see the module's docstring for what holds for all of them."""
 
@@ -131,6 +151,9 @@ class Backend(Protocol):
     def gated_activation(self, gate: Tensor, up: Tensor, name: str) -> Tensor:
         """Return activation(gate) * up in gate's dtype, all [rows, width]; `name` is one of ACTIVATIONS."""
 
+    def gated_halves(self, both: Tensor, name: str) -> Tensor:
+        """Return `gated_activation` of the halves, gate and up, of each row of both [rows, 2 width]: [rows, width]."""
+
     def gated_activation_backward(self, grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up [rows, width], in their dtypes, from the result's."""
 
@@ -141,6 +164,52 @@ class Backend(Protocol):
         """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype.
 
         Each product and each sum is rounded: the bits of transformers' `apply_rotary_pos_emb`.
+        """
+
+    # --- functions that a model's own code calls
+
+    def unary(self, x: Tensor, name: str) -> Tensor:
+        """Return a function of each element of x, in x's shape and dtype; `name` is one of UNARY."""
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return the softmax of each row of x, fp32 [rows, width]; the sum is one in fp64."""
+
+    def row_sums(self, x: Tensor, divisor: int) -> Tensor:
+        """Return the sum, in fp64, of each row of x [rows, width] over `divisor`, fp32 [rows]."""
+
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        """Return the columns of the k largest of each row of x, int64 [rows, k], largest first; ties: the lower one."""
+
+    # --- experts
+
+    def pack_experts(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return weights [E, features, depth] in the layout that `grouped_packed` reads fastest; see `pack`."""
+
+    def plan_experts(self, ids: Tensor, experts: int) -> ExpertPlan:
+        """Return the order of the pairs of ids int64 [T, k]. Nothing waits for a GPU; a CPU refuses a wrong id."""
+
+    def grouped_packed(
+        self, x: Tensor, weight: Any, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return row by row x @ weight[its expert].T, [P, features] in `dtype`, rows as the plan sorts them.
+
+        x [P, depth], or with `gather` [T, depth], from which the plan's tokens are taken; weight: `storage` of what
+        `pack_experts` gave.
+        """
+
+    def grouped_unpacked(self, x: Tensor, weight: Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> Tensor:
+        """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+
+    def grouped_outer(self, x: Tensor, y: Tensor, plan: ExpertPlan, dtype: torch.dtype) -> Tensor:
+        """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`, for a backward pass.
+
+        x [P, N] and y [P, K], rows as the plan sorts them.
+        """
+
+    def combine(self, y: Tensor, weights: Tensor, plan: ExpertPlan, dtype: torch.dtype) -> Tensor:
+        """Return for each token the sum of its rows of y [P, width], each times its weight: [T, width] in `dtype`.
+
+        weights fp32 [T, k], by the slots of the plan's ids; the sum is one in fp32 and ascends in expert.
         """
 
     # --- attention

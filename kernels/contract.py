@@ -30,6 +30,8 @@ class Contract:
     norm: str
     activation: str
     rotary: str
+    experts: str
+    functions: str
     logprob: str
     filters: str
     rounding: str

@@ -7,12 +7,10 @@ never see which one runs.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,51 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backend import Backend
 from .backend import Sampled as Sampled
 from .backend import Scores as Scores
+from .dispatch import BACKENDS as BACKENDS
+from .dispatch import DTYPES as DTYPES
+from .dispatch import apply, outside_modes
+from .dispatch import backend as backend
+from .experts import PackedExperts as PackedExperts
+from .experts import experts as experts
+from .functions import sigmoid as sigmoid
 from .layout import LayoutTensors as LayoutTensors
 from .layout import PagedLayout as PagedLayout
 from .layout import to_device as to_device
-
-if TYPE_CHECKING:  # both keep the border's contract
-    from . import cpu, triton
-
-    _CPU: Backend = cpu
-    _TRITON: Backend = triton
-
-_DTYPES = torch.float32, torch.bfloat16, torch.float16
-DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
-BACKENDS = {"cpu": "cpu", "cuda": "triton"}
-
-
-def _apply(function: type[torch.autograd.Function], *args):
-    """Call function.apply, or its forward alone where nothing is recorded: `apply` costs as much as a small kernel."""
-    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoContext(), *args)
-
-
-class _NoContext:
-    """A stand-in for autograd's context: what a forward saves goes nowhere."""
-
-    def save_for_backward(self, *tensors):
-        pass
-
-    def mark_non_differentiable(self, *tensors):
-        pass
-
-
-@cache
-def backend(device: torch.device) -> Backend:
-    """Return the kernels for a device.
-
-    Raises NotImplementedError where there are none, RuntimeError with what is missing where they can't run.
-    """
-    if device.type not in BACKENDS:
-        raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
-    kernels = cast(Backend, importlib.import_module(f".{BACKENDS[device.type]}", __package__))
-    kernels.check_device(device)
-    return kernels
-
 
 # --- linear ---------------------------------------------------------------------------------------------------------
 
@@ -88,6 +53,7 @@ class PackedWeight:
         panels = None if reuse is None else reuse.panels
         return cls(backend(weight.device).pack(weight.detach(), panels), weight.shape[0])
 
+    @outside_modes
     def rows(self, index: Tensor) -> Tensor:
         """Return rows of the weight, [*index.shape, depth]; index int64."""
         return backend(self.panels.device).packed_rows(self.panels, index)
@@ -130,6 +96,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+@outside_modes
 def linear(
     x: Tensor,
     weight: Tensor | PackedWeight,
@@ -145,7 +112,7 @@ def linear(
     if isinstance(weight, PackedWeight):
         out = _product(rows, weight, bias, exact, dtype or x.dtype)
     else:
-        out = _apply(_Linear, rows, weight, bias, exact, dtype or x.dtype)
+        out = apply(_Linear, rows, weight, bias, exact, dtype or x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -168,6 +135,7 @@ class LowRank:
         self.memory = backend(self.down.device).pack_low_rank(self.down, self.up, self.scale)
 
 
+@outside_modes
 def linears(
     x: Tensor, weights: list[PackedWeight], biases: list[Tensor | None], low_ranks: Sequence[LowRank | None] = ()
 ) -> list[Tensor]:
@@ -199,9 +167,10 @@ class _RMSNorm(torch.autograd.Function):
         return *backend(x.device).rms_norm_backward(grad, x, weight, rstd), None
 
 
+@outside_modes
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return RMSNorm over the last dimension (Zhang & Sennrich, 2019); statistics in fp32, one rounding at the end."""
-    return _apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    return apply(_RMSNorm, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -218,15 +187,17 @@ class _GatedActivation(torch.autograd.Function):
         return *backend(gate.device).gated_activation_backward(grad, gate, up, ctx.name), None
 
 
+@outside_modes
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up, e.g. SwiGLU (Shazeer, 2020); fp32 inside, one rounding.
 
     `name` is HF's `hidden_act`, one of the backend's ACTIVATIONS.
     """
     width = gate.shape[-1]
-    return _apply(_GatedActivation, gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
+    return apply(_GatedActivation, gate.reshape(-1, width), up.reshape(-1, width), name).view(gate.shape)
 
 
+@outside_modes
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin, fp32 [*positions.shape, 2 F], for RoPE (Su et al., 2021) from inv_freq fp32 [F]."""
     tables = backend(positions.device).rotary_tables(positions.reshape(-1), inv_freq, scaling)
@@ -270,6 +241,7 @@ def packed_layout(lengths: list[int], group: int, device: torch.device, shared: 
     )
 
 
+@outside_modes
 def paged_attention(q, k, v, cache: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, window: int):
     """Write k, v [T, kv_heads, D] to the cache, and attend with q [T, heads, D]; see `Backend.attention`.
 
@@ -302,13 +274,14 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None, None
 
 
+@outside_modes
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, window: int = 0) -> Tensor:
     """Return causal attention of packed sequences, differentiable.
 
     q [T, heads, D], k and v [T, kv_heads, D], of one dtype. window: keys a query sees, itself included
     (Mistral's sliding window); 0 is all.
     """
-    return _apply(_Attention, q, k, v, layout, scale, window)
+    return apply(_Attention, q, k, v, layout, scale, window)
 
 
 # --- from logits to tokens and log-probs ----------------------------------------------------------------------------
@@ -455,9 +428,10 @@ class _LogitLogprobs(torch.autograd.Function):
         return _grad_logits(logits.detach().clone(), ctx.params, *scores), None, None
 
 
+@outside_modes
 def logit_logprobs(logits: Tensor, targets: Tensor, params: RowParams) -> TokenLogprobs:
     """Apply filters, log-softmax and gather to fp32 logits [R, V]; targets int64 [R]. Differentiable but for argmax."""
-    return TokenLogprobs(*_apply(_LogitLogprobs, logits.contiguous(), targets, params))
+    return TokenLogprobs(*apply(_LogitLogprobs, logits.contiguous(), targets, params))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -500,6 +474,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return *grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
 
 
+@outside_modes
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -513,4 +488,4 @@ def token_logprobs(
 
     hidden [R, depth], weight [V, depth], bias [V] or None, targets int64 [R]. Differentiable but for argmax.
     """
-    return TokenLogprobs(*_apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact))
+    return TokenLogprobs(*apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact))

@@ -86,41 +86,53 @@ def _add_rms_norm(x, update, weight, eps, total, out):
 
 
 @inline
-def _times_sigmoid(x, y):
+def times_sigmoid(x, y):
     """Return x * sigmoid(y)."""
     e = exp(-abs(y))
     return x * ((_ONE if y >= _ZERO else e) / (_ONE + e))
 
 
 @inline
-def _silu(x):
-    return _times_sigmoid(x, x)
+def silu(x):
+    return times_sigmoid(x, x)
 
 
 @inline
-def _gelu_tanh(x):
+def gelu_tanh(x):
     """Return 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks & Gimpel, 2016)."""
     u = float32(0.7978845608028654) * fma(float32(0.044715) * x * x, x, x)
-    return _times_sigmoid(x, _TWO * u)
+    return times_sigmoid(x, _TWO * u)
 
 
 @inline
-def _gelu(x):
+def gelu(x):
     return float32(0.5 * float(x) * math.erfc(-float(x) * 0.7071067811865476))
+
+
+@inline
+def _gated_row(gate, up, kind, out):
+    if kind == 0:
+        for j in range(gate.size):
+            out[j] = narrow(silu(widen(gate[j])) * widen(up[j]), gate[j])
+    elif kind == 1:
+        for j in range(gate.size):
+            out[j] = narrow(gelu(widen(gate[j])) * widen(up[j]), gate[j])
+    else:
+        for j in range(gate.size):
+            out[j] = narrow(gelu_tanh(widen(gate[j])) * widen(up[j]), gate[j])
 
 
 @elementwise
 def _gated(gate, up, kind, out):
     for i in prange(gate.shape[0]):
-        if kind == 0:
-            for j in range(gate.shape[1]):
-                out[i, j] = narrow(_silu(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
-        elif kind == 1:
-            for j in range(gate.shape[1]):
-                out[i, j] = narrow(_gelu(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
-        else:
-            for j in range(gate.shape[1]):
-                out[i, j] = narrow(_gelu_tanh(widen(gate[i, j])) * widen(up[i, j]), gate[i, j])
+        _gated_row(gate[i], up[i], kind, out[i])
+
+
+@elementwise
+def _gated_halves(both, kind, out):
+    width = out.shape[1]
+    for i in prange(both.shape[0]):
+        _gated_row(both[i, :width], both[i, width:], kind, out[i])
 
 
 @elementwise
@@ -202,6 +214,13 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _gated(own_storage(gate), own_storage(up), ACTIVATIONS.index(name), own_storage(out))
+    return out
+
+
+def gated_halves(both: torch.Tensor, name: str) -> torch.Tensor:
+    """Return `gated_activation` of the halves, gate and up, of each row of both [rows, 2 width]: [rows, width]."""
+    out = both.new_empty(both.shape[0], both.shape[1] // 2)
+    _gated_halves(own_storage(both.contiguous()), ACTIVATIONS.index(name), own_storage(out))
     return out
 
 

@@ -56,6 +56,12 @@ def inline(function):
     return numba.njit(error_model="numpy", nogil=True)(function)
 
 
+def serial(function):
+    """Compile a kernel that runs on the calling thread."""
+    with _cache_folder():
+        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
+
+
 def parallel(function):
     """Compile a kernel whose `prange` runs on as many threads as torch uses (`torch.set_num_threads`)."""
     return _kernel(function, 0)

@@ -23,11 +23,14 @@ from .elementwise import (
     add_rms_norm,
     gated_activation,
     gated_activation_backward,
+    gated_halves,
     rms_norm,
     rms_norm_backward,
     rotary,
     rotary_tables,
 )
+from .experts import combine, grouped_outer, grouped_packed, grouped_unpacked, pack_experts, plan_experts
+from .functions import row_sums, softmax, top_k, unary
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
 from .sampling import sample
@@ -59,6 +62,10 @@ def trees(device: torch.device) -> dict[str, str]:
         "sums by the matrix unit; weights in the storage dtype",
         "norm": "one program a row, block and warps by its width; 1/sqrt; weight * (x * rstd)",
         "activation": "x * sigmoid, by exp(-|x|)",
+        "experts": "each product one chain over blocks of 64 of K (fp32: 32), from 0; a token's sum: fp32 products and "
+        "sums over ascending experts; weights in fp32",
+        "functions": "softmax by exp; others fp64, rounded to fp32; sums in fp64 by one program, warps by width; "
+        "topk: of equals the lower column",
         "logprob": "fp32 logits / T; sum of exp in fp64, parts of the vocabulary ascending; log in fp64; one rounding",
         "libm": f"triton {triton.__version__}, {gpu}",
     }
@@ -158,24 +165,35 @@ __all__ = [
     "attention",
     "attention_backward",
     "check_device",
+    "combine",
     "gated_activation",
     "gated_activation_backward",
+    "gated_halves",
     "gradient_product",
+    "grouped_outer",
+    "grouped_packed",
+    "grouped_unpacked",
     "linear_packed",
     "linear_resume",
     "linear_unpacked",
     "new_kv_cache",
     "pack",
+    "pack_experts",
     "pack_low_rank",
     "packed_rows",
+    "plan_experts",
     "rms_norm",
     "rms_norm_backward",
     "rotary",
     "rotary_tables",
+    "row_sums",
     "sample",
+    "softmax",
     "storage",
     "tile_tokens",
+    "top_k",
     "trees",
+    "unary",
     "warm_up",
     "work_items",
     "write_kv",

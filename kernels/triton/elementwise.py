@@ -149,6 +149,12 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.T
     return out
 
 
+def gated_halves(both: torch.Tensor, name: str) -> torch.Tensor:
+    """Return `gated_activation` of the halves, gate and up, of each row of both [rows, 2 width]: [rows, width]."""
+    gate, up = both.chunk(2, -1)
+    return gated_activation(gate, up, name)
+
+
 def gated_activation_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,198 @@
+"""Mixture of experts on CPUs: the products of `linear`, each row with its expert's weight, and their weighted sum.
+
+Rows are sorted by expert. A work item is one panel of one expert's weight times that expert's rows; threads share the
+items by their cost, so that an expert with many rows keeps no thread waiting. Which thread has which item decides no
+bit: an element is one chain over ascending K, as in `linear`.
+"""
+
+import numpy as np
+import torch
+from numba import float32, prange
+
+from ..backend import ExpertPlan
+from .jit import elementwise, inline, own_storage, parallel, serial, storage
+from .linear import _panel_product, pack
+from .simd import PANEL, fma, matmul_panel, narrow, widen
+
+_FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
+_PACKING_COST = 24  # where the panel has to be packed first
+
+
+@serial
+def _plan(ids, pairs, places, ends):
+    """Sort pairs by expert, stably; return False for an id that is no expert's."""
+    tokens, slots = ids.shape
+    ends[:] = 0
+    for t in range(tokens):
+        for slot in range(slots):
+            if ids[t, slot] < 0 or ids[t, slot] >= ends.size:
+                return False
+            ends[ids[t, slot]] += 1
+    next_row = np.empty_like(ends)
+    total = 0
+    for e in range(ends.size):
+        next_row[e] = total
+        total += ends[e]
+        ends[e] = total
+    for t in range(tokens):
+        for slot in range(slots):
+            row = next_row[ids[t, slot]]
+            next_row[ids[t, slot]] += 1
+            pairs[row] = t * slots + slot
+    filled = np.zeros(tokens, np.int64)
+    for row in range(pairs.size):  # ascending in expert, and so is each token's list
+        t = pairs[row] // slots
+        places[t, filled[t]] = row
+        filled[t] += 1
+    return True
+
+
+@inline
+def _shares(ends, tiles, parts, fixed_cost):
+    """Return the experts that have rows, and where each of `parts` shares of the items begins and the last one ends.
+
+    Item i is tile i // experts of expert i % experts: neighbours read other weights, but write the same columns.
+    """
+    active = np.empty(ends.size, np.int64)
+    costs = np.empty(ends.size + 1, np.int64)
+    costs[0] = count = 0
+    for e in range(ends.size):
+        rows = ends[e] - (ends[e - 1] if e else 0)
+        if rows:
+            active[count] = e
+            costs[count + 1] = costs[count] + fixed_cost + rows
+            count += 1
+    starts = np.empty(parts + 1, np.int64)
+    for part in range(parts):
+        tile, rest = divmod(costs[count] * tiles * part // parts, max(costs[count], 1))
+        starts[part] = tile * count + np.searchsorted(costs[: count + 1], rest)
+    starts[parts] = tiles * count
+    return active[:count], starts
+
+
+@inline
+def _clear_panel(p, out):
+    for r in range(out.shape[0]):
+        for j in range(p * PANEL, min((p + 1) * PANEL, out.shape[1])):
+            out[r, j] = float32(0.0)
+
+
+@parallel
+def _grouped_packed(x, panels, ends, parts, out):
+    tiles = panels.shape[1]
+    active, starts = _shares(ends, tiles, parts, _FIXED_COST)
+    for part in prange(parts):
+        for item in range(starts[part], starts[part + 1]):
+            p, e = item // active.size, active[item % active.size]
+            after = min(item + 1, tiles * active.size - 1)
+            following = panels[active[after % active.size], after // active.size]
+            first, last = ends[e - 1] if e else 0, ends[e]
+            _clear_panel(p, out[first:last])
+            _panel_product(x[first:last], panels[e, p], p, out[first:last], following)
+
+
+@parallel
+def _grouped_unpacked(x, weight, ends, parts, out):
+    features, depth = weight.shape[1], weight.shape[2]
+    active, starts = _shares(ends, (features + PANEL - 1) // PANEL, parts, _PACKING_COST)
+    for part in prange(parts):
+        panel = np.zeros((depth, PANEL), np.float32)
+        for item in range(starts[part], starts[part + 1]):
+            p, e = item // active.size, active[item % active.size]
+            for j in range(min(PANEL, features - p * PANEL)):
+                for k in range(depth):
+                    panel[k, j] = widen(weight[e, p * PANEL + j, k])
+            first, last = ends[e - 1] if e else 0, ends[e]
+            _clear_panel(p, out[first:last])
+            _panel_product(x[first:last], panel, p, out[first:last], panel)
+
+
+@parallel
+def _grouped_outer(x, y, ends, parts, out):
+    """x fp32 [N, P], the rows as columns; y fp32 [P, K]."""
+    width, depth = y.shape[1], x.shape[0]
+    tiles = (width + PANEL - 1) // PANEL
+    for item in prange(tiles * ends.size):
+        p, e = item // ends.size, item % ends.size
+        first, last = ends[e - 1] if e else 0, ends[e]
+        count = min(PANEL, width - p * PANEL)
+        panel = np.zeros((last - first, PANEL), np.float32)
+        panel[:, :count] = y[first:last, p * PANEL : p * PANEL + count]
+        total = np.zeros((depth, PANEL), np.float32)
+        source, ahead = x.ctypes.data + 4 * first, panel.ctypes.data
+        matmul_panel(source, x.shape[1], panel, 0, PANEL, last - first, total.ctypes.data, PANEL, depth, ahead)
+        for r in range(depth):
+            for j in range(count):
+                out[e, r, p * PANEL + j] = narrow(total[r, j], out[e, r, p * PANEL + j])
+
+
+@elementwise
+def _combine(y, weights, pairs, places, out):
+    for t in prange(out.shape[0]):
+        total = np.zeros(y.shape[1], np.float32)
+        for j in range(places.shape[1]):
+            row = places[t, j]
+            weight = weights[pairs[row]]
+            for column in range(y.shape[1]):
+                total[column] = fma(weight, widen(y[row, column]), total[column])
+        for column in range(y.shape[1]):
+            out[t, column] = narrow(total[column], out[t, column])
+
+
+def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return weights [E, features, depth] as [E, panels, depth, PANEL], each as `pack` has it; in `out` if given."""
+    experts, features, depth = weight.shape
+    if out is None:
+        out = weight.new_empty(experts, -(-features // PANEL), depth, PANEL)
+    for each, panels in zip(weight, out, strict=True):
+        pack(each, panels)
+    return out
+
+
+def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
+    """Return the order of the pairs of ids int64 [T, k]. Raises ValueError for an id that is no expert's."""
+    plan = ExpertPlan(ids.new_empty(ids.numel()), ids.new_empty(ids.shape), ids.new_empty(experts))
+    if not _plan(ids.contiguous().numpy(), *(t.numpy() for t in plan)):
+        raise ValueError(f"expert ids must be in 0..{experts - 1}, not {ids.min().item()}..{ids.max().item()}")
+    return plan
+
+
+def _rows(x: torch.Tensor, plan: ExpertPlan, gather: bool) -> np.ndarray:
+    wide = x.float()
+    return (wide[plan.tokens] if gather else wide.contiguous()).numpy()
+
+
+def grouped_packed(
+    x: torch.Tensor, weight: np.ndarray, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return each row of x times its expert's weight, [P, features] in `dtype`; weight: `storage` of `pack_experts`."""
+    rows = _rows(x, plan, gather)
+    out = torch.empty(rows.shape[0], features)
+    _grouped_packed(rows, weight, plan.ends.numpy(), torch.get_num_threads(), out.numpy())
+    return out.to(dtype)
+
+
+def grouped_unpacked(
+    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+    rows = _rows(x, plan, gather)
+    out = torch.empty(rows.shape[0], weight.shape[1])
+    _grouped_unpacked(rows, storage(weight), plan.ends.numpy(), torch.get_num_threads(), out.numpy())
+    return out.to(dtype)
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
+    """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`; x [P, N], y [P, K]."""
+    out = torch.empty(plan.ends.numel(), x.shape[1], y.shape[1], dtype=dtype)
+    wide, columns = x.float().t().contiguous(), y.float().contiguous()
+    _grouped_outer(wide.numpy(), columns.numpy(), plan.ends.numpy(), torch.get_num_threads(), own_storage(out))
+    return out
+
+
+def combine(y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of a token's rows of y [P, width] by weights fp32 [T, k], ascending in expert, [T, width]."""
+    out = torch.empty(weights.shape[0], y.shape[1], dtype=dtype)
+    flat = weights.contiguous().view(-1).numpy()
+    _combine(own_storage(y.contiguous()), flat, plan.pairs.numpy(), plan.places.numpy(), own_storage(out))
+    return out

@@ -1,0 +1,134 @@
+"""Mixture of experts: a token's experts, each a gated MLP, and the sum of what they say by the router's weights.
+
+The tree is that of `linear` for each expert, a rounding to the storage dtype after each op, and a sum in fp32 over a
+token's experts by ascending id: neither the order of slots nor an expert's other tokens decide a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .backend import ExpertPlan
+from .dispatch import apply, backend, outside_modes
+
+
+@dataclass
+class PackedExperts:
+    """Experts' weights [E, features, depth] in the layout that the grouped product reads fastest; the same bits."""
+
+    panels: Tensor
+    features: int
+
+    def __post_init__(self) -> None:
+        self.memory = backend(self.panels.device).storage(self.panels)  # as the kernels take it
+
+    @classmethod
+    def pack(cls, weight: Tensor, reuse: PackedExperts | None = None) -> PackedExperts:
+        """Pack weights [E, features, depth].
+
+        reuse: packed weights of the same shape and dtype that nobody needs any more; their memory is taken.
+        """
+        panels = None if reuse is None else reuse.panels
+        return cls(backend(weight.device).pack_experts(weight.detach(), panels), weight.shape[1])
+
+
+def _grouped(
+    x: Tensor, weight: Tensor | PackedExperts, plan: ExpertPlan, gather: bool, exact: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return each row times its expert's weight, [P, features] in `dtype`; see `Backend.grouped_packed`."""
+    kernels = backend(x.device)
+    if isinstance(weight, PackedExperts):
+        return kernels.grouped_packed(x, weight.memory, weight.features, plan, gather, dtype)
+    weight = weight.detach()
+    if exact:
+        return kernels.grouped_unpacked(x, weight, plan, gather, dtype)
+    wide = torch.float32 if x.device.type == "cpu" else x.dtype
+    rows = (x[plan.tokens] if gather else x).to(wide)
+    counts = plan.ends.diff(prepend=plan.ends.new_zeros(1)).tolist()
+    parts = [F.linear(r, w.to(wide)) for r, w in zip(rows.split(counts), weight, strict=True)]
+    return torch.cat(parts).to(dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate_up, down, ids, weights, activation, exact):
+        kernels = backend(x.device)
+        count = (gate_up.panels if isinstance(gate_up, PackedExperts) else gate_up).shape[0]
+        plan = kernels.plan_experts(ids, count)
+        both = _grouped(x.detach(), gate_up, plan, True, exact, x.dtype)
+        hidden = kernels.gated_halves(both, activation)
+        y = _grouped(hidden, down, plan, False, exact, x.dtype)
+        ctx.save_for_backward(x, gate_up, down, weights, *plan, both, y)
+        ctx.activation = activation
+        return kernels.combine(y, weights.detach().float(), plan, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, gate_up, down, weights, *order, both, y = (t.detach() for t in ctx.saved_tensors)
+        plan, kernels = ExpertPlan(*order), backend(x.device)
+        pairs = plan.pairs.long()
+        by_row = grad[plan.tokens.long()].float()
+        grad_weights = torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
+        grad_weights[pairs] = (by_row * y.float()).sum(-1)
+        grad_y = (by_row * weights.float().view(-1)[pairs][:, None]).to(x.dtype)
+        gate, up = both.chunk(2, -1)
+        grad_hidden = kernels.grouped_unpacked(grad_y, down.transpose(1, 2), plan, False, x.dtype)
+        grads = kernels.gated_activation_backward(grad_hidden, gate, up, ctx.activation)
+        grad_both = torch.cat(grads, -1)
+        grad_x = grad_gate_up = grad_down = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = kernels.grouped_unpacked(grad_both, gate_up.transpose(1, 2), plan, False, torch.float32)
+            grad_x = kernels.combine(grad_rows, torch.ones_like(weights, dtype=torch.float32), plan, x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_gate_up = kernels.grouped_outer(grad_both, x[plan.tokens.long()], plan, gate_up.dtype)
+        if ctx.needs_input_grad[2]:
+            hidden = kernels.gated_halves(both, ctx.activation)
+            grad_down = kernels.grouped_outer(grad_y, hidden, plan, down.dtype)
+        return grad_x, grad_gate_up, grad_down, None, grad_weights.view(weights.shape).to(weights.dtype), None, None
+
+
+@outside_modes
+def experts(
+    x: Tensor,
+    gate_up: Tensor | PackedExperts,
+    down: Tensor | PackedExperts,
+    ids: Tensor,
+    weights: Tensor,
+    activation: str,
+    exact: bool = True,
+) -> Tensor:
+    """Return for each token the sum of its experts' gated MLPs by its weights, [T, H] in x's dtype.
+
+    x [T, H]; gate_up [E, 2 I, H], whose first I rows are the gate's; down [E, H, I]; ids int64 [T, k], a token's
+    experts in any order; weights [T, k], by which the sum is taken in fp32. activation: HF's `hidden_act`. Packed
+    weights are for rollout only: there is no backward then. exact=False: torch's products, for comparisons.
+
+    Raises ValueError for shapes that don't fit, and on CPUs for ids that are no expert's.
+    """
+    _check(x, gate_up, down, ids, weights, activation)
+    if isinstance(gate_up, PackedExperts):
+        with torch.no_grad():
+            return apply(_Experts, x, gate_up, down, ids, weights, activation, exact)
+    return apply(_Experts, x, gate_up, down, ids, weights, activation, exact)
+
+
+def _check(x, gate_up, down, ids, weights, activation) -> None:
+    if isinstance(gate_up, PackedExperts) != isinstance(down, PackedExperts):
+        raise ValueError("experts: pack both gate_up and down, or neither")
+    if activation not in backend(x.device).ACTIVATIONS:
+        known = ", ".join(backend(x.device).ACTIVATIONS)
+        raise ValueError(f"experts: activation {activation!r}; supported: {known}")
+    if ids.shape != weights.shape or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        shapes = f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)}"
+        raise ValueError(f"experts: {shapes}; ids and weights must be [{x.shape[0]}, k]")
+    if isinstance(gate_up, Tensor):
+        experts, twice, depth = gate_up.shape
+        if depth != x.shape[-1] or tuple(down.shape) != (experts, depth, twice // 2) or twice % 2:
+            shapes = f"x {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+            raise ValueError(f"experts: {shapes}; must be [T, H], [E, 2 I, H], [E, H, I]")
