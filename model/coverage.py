@@ -26,7 +26,7 @@ from ..kernels.exact_mode import ExactMode, Routing, UnsupportedOpError
 from . import attention
 from .experts import WEIGHTS, is_experts
 from .linear import UnsupportedModelError
-from .paged import head_dim, random_input, takes_tokens
+from .paged import head_dim, plain_call, random_input
 
 # data movement
 _MOVES = """view _unsafe_view reshape _reshape_alias transpose t permute expand slice select split split_with_sizes
@@ -116,12 +116,11 @@ def _mode_of(model: nn.Module, training: bool) -> Iterator[None]:
 @torch.no_grad()
 def trace(model: PreTrainedModel) -> Trace:
     """Return the trace of a few tokens through a model, or a stage of one, in evaluation and in training."""
-    given = random_input(model, TOKENS)[None]
-    name = "input_ids" if takes_tokens(model) else "inputs_embeds"
+    given = random_input(model, TOKENS)
     found = Trace(set(model.modules()))
     for training in (False, True):
         with _mode_of(model, training), found:
-            (model.base_model if model.get_output_embeddings() is None else model)(**{name: given})
+            plain_call(model, given)
     return found
 
 

@@ -21,7 +21,7 @@ from .coverage import cover_rest
 from .experts import use_exact_experts
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
-from .paged import takes_tokens
+from .paged import plain_call, random_input
 from .roles import role_of
 from .routing import connect_routers
 from .selfcheck import SelfCheck
@@ -165,12 +165,13 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
     base: Any = model.base_model
     base.__class__ = packing(type(base))
     cover_rest(model)
-    if takes_tokens(model) and model.get_output_embeddings() is not None:
-        model.get_output_embeddings().scale = logit_scale(model)
+    head: Any = model.get_output_embeddings()
+    if head is not None:
+        head.scale = logit_scale(model)
     check = SelfCheck(model)
     check.batches()
     check.paged()
-    if takes_tokens(model) and check.head is not None:
+    if check.head is not None:
         check.plain()
     connect_routers(model)
 
@@ -184,7 +185,7 @@ def logit_scale(model: PreTrainedModel) -> ops.LogitScale | None:
     raw: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_hook(lambda module, args, out: raw.append(out))
     try:
-        found = model(torch.arange(8, device=model.device)[None] % model.config.vocab_size).logits
+        found = plain_call(model, random_input(model, 8)).logits
     finally:
         handle.remove()
     if torch.equal(found, raw[0]):

@@ -38,11 +38,19 @@ def hidden_states(
 
     more: other arguments of the layers.
     """
-    name = "inputs_embeds" if given.is_floating_point() else "input_ids"
     positions = layout.on(model.device).positions.long()[None]
     return model.base_model(
-        **{name: given[None]}, position_ids=positions, use_cache=False, layout=layout, kv_caches=kv_caches, **more
+        **_named(given), position_ids=positions, use_cache=False, layout=layout, kv_caches=kv_caches, **more
     ).last_hidden_state[0]
+
+
+def plain_call(model: PreTrainedModel, given: Tensor) -> Any:
+    """Return what a plain call returns for one sequence, of token ids or of hidden states as above."""
+    return (model.base_model if model.get_output_embeddings() is None else model)(**_named(given))
+
+
+def _named(given: Tensor) -> dict[str, Tensor]:
+    return {"inputs_embeds" if given.is_floating_point() else "input_ids": given[None]}
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..kernels import ops
 from .linear import UnsupportedModelError
-from .paged import group_size, hidden_states, new_kv_caches, random_input
+from .paged import group_size, hidden_states, new_kv_caches, plain_call, random_input
 
 LENGTHS = (21, 37)  # beyond one KV block on a CPU
 CHUNK = 15
@@ -108,7 +108,7 @@ class SelfCheck:
     @torch.no_grad()
     def plain(self) -> None:
         """Compare with the logits of a plain call."""
-        found = self.model(self.given[None, : LENGTHS[0]]).logits[0]
+        found = plain_call(self.model, self.given[: LENGTHS[0]]).logits[0]
         assert self.logits is not None
         if not _same_bytes(found, self.logits[: LENGTHS[0]]):
             raise UnsupportedModelError(

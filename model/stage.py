@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
 from .exact import check_config, check_structure, load_config, parse_dtype, prepare
+from .linear import UnsupportedModelError
 from .stored import by_tensor, stored_pieces
 
 Layers = tuple[int, int]  # from, up to
+_PARTS = {"embed_tokens", "layers", "norm"}
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -86,6 +88,7 @@ def stage_model(
             config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
         )
     check_structure(model)
+    _check_divisible(model)
     keep_layers(model, layers)
     fill_tables(model)
     base = model.base_model
@@ -98,6 +101,16 @@ def stage_model(
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
     return prepare(model.to(device).eval(), path, exact)
+
+
+def _check_divisible(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where something else has weights than embedding, layers, norm and lm_head."""
+    for parent, known in ((model, {model.base_model_prefix, "lm_head"}), (model.base_model, _PARTS)):
+        for name, child in parent.named_children():
+            if name not in known and next(child.parameters(), None) is not None:
+                raise UnsupportedModelError(
+                    f"pipeline stages of {type(model).__name__}: no stage is known for {name!r}"
+                )
 
 
 def keep_layers(model: PreTrainedModel, layers: Layers) -> None:

@@ -21,6 +21,8 @@ from ...model.stored import Piece, stored_pieces
 from .spec import TensorSpec, checksum
 from .table import WeightTable, WeightUpdateError, parts_of
 
+Packed = ops.PackedWeight | ops.PackedExperts
+
 
 class WeightStore:
     """The tensors of a worker's model by their names in the whole model, and their replacement.
@@ -87,7 +89,7 @@ class WeightStore:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in force, by its first name."""
         parts = list(self._parts(name))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts).view(self.table.shapes[name])
 
     def checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes; tied tensors under their first name."""
@@ -95,11 +97,13 @@ class WeightStore:
 
     def _parts(self, name: str) -> Iterator[Tensor]:
         module, leaf = self.places[name][0]
-        if not is_packed(module, leaf):
+        packed = packed_of(module, leaf)
+        if packed is None:
             yield getattr(module, leaf).detach()
             return
-        for rows in torch.arange(module.packed.features).split(1024):
-            yield module.packed.rows(rows)
+        for panels in packed.panels if isinstance(packed, ops.PackedExperts) else [packed.panels]:
+            for rows in torch.arange(packed.features).split(1024):
+                yield ops.backend(self.device).packed_rows(panels, rows)
 
     def switch(self, staged: StagedWeights) -> None:
         """Put staged tensors in place of the old ones, whose memory the next update takes. Nothing can fail here."""
@@ -113,20 +117,18 @@ class WeightStore:
         self.absent.difference_update(staged.tensors)
         staged.tensors = {}
 
-    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | ops.PackedWeight) -> None:
-        packs = isinstance(new, ops.PackedWeight)
-        old = module.packed if packs else getattr(module, leaf).data
-        before = old.panels if packs else old
-        after = new.panels if isinstance(new, ops.PackedWeight) else new
+    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | Packed) -> None:
+        old = packed_of(module, leaf) or getattr(module, leaf).data
+        before, after = (each if isinstance(each, Tensor) else each.panels for each in (old, new))
         if self.device.type == "cuda" and before.shape == after.shape:
             before.copy_(after)  # CUDA graphs know the address
             return
         if before.shape == after.shape and before.data_ptr() != after.data_ptr():  # else a tied tensor brought it
             self.recycled[name] = old
-        if packs:
-            module.packed = new
-        else:
+        if isinstance(new, Tensor):
             getattr(module, leaf).data = new
+        else:
+            put_packed(module, leaf, new)
 
     def drop(self) -> None:
         """Free all weights but the adapter's, which are few; only an update brings them back."""
@@ -135,8 +137,9 @@ class WeightStore:
         self.absent |= base
         for name in base:
             for module, leaf in self.places[name]:
-                if is_packed(module, leaf):
-                    module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
+                packed = packed_of(module, leaf)
+                if packed is not None:
+                    put_packed(module, leaf, type(packed)(torch.empty(0, device=self.device), 0))
                 else:
                     getattr(module, leaf).data = torch.empty(0, dtype=self.dtypes[name], device=self.device)
 
@@ -150,7 +153,7 @@ class StagedWeights:
 
     def __init__(self, store: WeightStore):
         self.store = store
-        self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
+        self.tensors: dict[str, Tensor | Packed] = {}  # by first names
         self.partial: dict[str, Tensor] = {}  # those whose pieces come
         self.given: set[str] = set()
 
@@ -215,18 +218,25 @@ class StagedWeights:
             self._check_tied(name, tensor, self.tensors[first])
             return
         memory = store.recycled.pop(first, None)
-        if any(is_packed(*place) for place in store.places[first]):
-            self.tensors[first] = ops.PackedWeight.pack(tensor, memory)
+        packed = next(filter(None, (packed_of(*place) for place in store.places[first])), None)
+        if packed is not None:
+            self.tensors[first] = packed.pack(tensor, memory)
         else:
             self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
 
-    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | ops.PackedWeight) -> None:
+    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | Packed) -> None:
         if isinstance(staged, ops.PackedWeight):
             staged = staged.rows(torch.arange(staged.features, device=self.store.device))
         if not torch.equal(staged, tensor):
             raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
 
 
-def is_packed(module: nn.Module, leaf: str) -> bool:
-    """True where a module's parameter lives in its `packed` attribute instead."""
-    return leaf == "weight" and getattr(module, "packed", None) is not None
+def packed_of(module: nn.Module, leaf: str) -> Packed | None:
+    """Return what an engine keeps in place of a module's parameter, or None: a linear's `packed`, experts by name."""
+    found = getattr(module, "packed" if leaf == "weight" else leaf, None)
+    return found if isinstance(found, ops.PackedWeight | ops.PackedExperts) else None
+
+
+def put_packed(module: nn.Module, leaf: str, packed: Packed) -> None:
+    """Set what `packed_of` returns."""
+    setattr(module, "packed" if leaf == "weight" else leaf, packed)
