@@ -12,7 +12,7 @@ from samebits.engine.sampling_params import RequestOutputKind
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.moe import save_tiny_moe
-from helpers.schedules import random_requests, run_schedule
+from helpers.schedules import random_requests, run_schedule, tight_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,19 +67,26 @@ def test_no_schedule_changes_them(request, models, family, layout):
     if layout in SLOW:
         request.getfixturevalue("ray_cluster")
     path, model = models(family)
-    preemptions = hits = 0
-    for case in range(1 if layout in SLOW else 3):
+    for case in range(1 if layout in SLOW else 2):
         rng = random.Random(f"{family} {layout} {case}")
         requests = [
             (prompt, dataclasses.replace(params, routed_experts=True))
             for prompt, params in random_requests(rng, VOCAB, 8, 60)
         ]
-        results, llm = run_schedule(path, "float32", rng, requests, [model], **LAYOUTS[layout])
+        results, _ = run_schedule(path, "float32", rng, requests, [model], **LAYOUTS[layout])
         for output in results:
             assert_trainers(model, output)
-        preemptions += llm.stats().preemptions
-        hits += llm.stats().prefix_hit_tokens
-    assert layout in SLOW or (preemptions and hits), "the schedules prove nothing"
+
+
+def test_they_survive_preemption_and_prefix_hits(models):
+    path, model = models("qwen3_moe")
+    prompts = [[*range(3, 40), number] for number in range(6)]
+    params = SamplingParams(n=2, max_tokens=40, seed=1, ignore_eos=True, routed_experts=True)
+    llm = LLM(path, kv_cache_memory_bytes=tight_pool(model, [(prompts[0], params)], 4), max_num_batched_tokens=50)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert_trainers(model, output)
+    stats = llm.stats()
+    assert stats.preemptions and stats.prefix_hit_tokens, "the schedule proves nothing"
 
 
 def test_what_an_aborted_request_had_is_reported_and_the_rest_is_unknown(models):
