@@ -272,6 +272,6 @@ async def server_info(server: Served, config_format: Literal["text", "json"] = "
         "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash,
         "engine": "samebits",
-        "max_waiting": server.engine.max_waiting,
+        "limits": asdict(server.engine.limits),
         "stats": asdict(load),
     })  # fmt: skip

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Self
 
 import orjson
@@ -13,14 +16,17 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from starlette.requests import ClientDisconnect
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.sampling_params import RequestOutputKind
-from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
+from .async_engine import AsyncEngine, GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
 
 LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
+PART = 2**16  # bytes of a reply that are made and sent at a time
+AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 # Parameters of other engines that change what is sampled or reported. What is false or NEUTRAL asks for nothing.
@@ -128,21 +134,47 @@ STREAMING: dict[int | str, dict[str, Any]] = {200: {"content": {"application/jso
 
 
 class FastRoute(APIRoute):
-    """Reads JSON with orjson."""
+    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
+
+    abandons = False
 
     def get_route_handler(self):
         """Return FastAPI's handler on requests that orjson decodes."""
         handle = super().get_route_handler()
 
         async def run(request: Request) -> Response:
-            return await handle(_OrjsonRequest(request.scope, request.receive))
+            request = _OrjsonRequest(request.scope, request.receive)
+            if not self.abandons:
+                return await handle(request)
+            await request.body()
+            work = asyncio.ensure_future(handle(request))
+            gone = asyncio.ensure_future(_disconnected(request))
+            try:
+                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise ClientDisconnect
+                return work.result()
+            finally:
+                gone.cancel()
+                work.cancel()
 
         return run
+
+
+class DataRoute(FastRoute):
+    """A route of work for its client alone."""
+
+    abandons = True
 
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
         return orjson.loads(await self.body())
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -162,12 +194,7 @@ def _error(status: int, message: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": status}
 
 
-class ClientGoneError(Exception):
-    """Nobody reads the reply."""
-
-
 async def answer(
-    http: Request,
     engine: AsyncEngine,
     requests: list[GenerateRequest],
     request_id: str,
@@ -178,38 +205,62 @@ async def answer(
 ) -> Response:
     """Generate, and reply in a dialect's form, whole or as server-sent events.
 
-    whole: the reply's JSON from the finished outputs. events: what a stream says of one output of the request with this
-    index; last: what it says before [DONE].
+    whole: the reply from the finished outputs. events: what a stream says of one output of the request with this index;
+    last: what it says before [DONE]. All of them are JSON as `pieces` takes it.
     """
     generation = await engine.submit(requests, request_id)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
-    return reply(whole(await _finished(http, generation)))
-
-
-async def _finished(http: Request, generation: Generation) -> list[RequestOutput]:
-    """The finished requests; aborts them when the client goes away first."""
-    work = asyncio.ensure_future(generation.final())
-    gone = asyncio.ensure_future(_disconnected(http))
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientGoneError
-        outputs = work.result()
+        outputs = await generation.final()
     finally:
-        gone.cancel()
-        work.cancel()
         generation.close()
-    for output in outputs:
-        for c in output.completions:
-            if c.finish_reason == "error":
-                raise GenerationError(str(c.stop_reason))
-    return outputs
+    content = pieces(whole(outputs))
+    first, more = _part(content, AT_ONCE)
+    if not more:
+        return Response(first, media_type="application/json")
+    return StreamingResponse(_rest(first, content), media_type="application/json")
 
 
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+def pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a value, made piece by piece: iterators are lists, bytes are JSON already."""
+    if isinstance(value, bytes):
+        yield value
+    elif isinstance(value, dict):
+        mark = b"{"
+        for name, inner in value.items():
+            yield mark + orjson.dumps(name) + b":"
+            yield from pieces(inner)
+            mark = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        mark = b"["
+        for item in value:
+            yield mark
+            yield from pieces(item)
+            mark = b","
+        yield b"]" if mark == b"," else b"[]"
+    else:
+        yield orjson.dumps(value)
+
+
+def _part(content: Iterator[bytes], seconds: float) -> tuple[bytes, bool]:
+    """About PART bytes of the content, or what these seconds make; and whether there may be more."""
+    part, end = bytearray(), time.perf_counter() + seconds
+    for piece in content:
+        part += piece
+        if len(part) >= PART or time.perf_counter() > end:
+            return bytes(part), True
+    return bytes(part), False
+
+
+async def _rest(part: bytes, content: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """The part, and what follows it, which a thread makes: the event loop is free for others."""
+    more = True
+    while more:
+        yield part
+        part, more = await asyncio.to_thread(_part, content, math.inf)
+    yield part
 
 
 async def _event_stream(
@@ -220,14 +271,21 @@ async def _event_stream(
     try:
         async for outputs in generation.outputs():
             data = bytearray()
-            for index, output in outputs:
-                data += b"".join(map(_event, events(index, output)))
+            for event in itertools.chain.from_iterable(itertools.starmap(events, outputs)):
+                content = _event(event)
+                part, more = _part(content, AT_ONCE)
+                data += part
+                if more or len(data) >= PART:
+                    async for part in _rest(bytes(data), content):
+                        yield part
+                    data.clear()
             if data:
                 yield bytes(data)
-        yield b"".join(map(_event, last())) + b"data: [DONE]\n\n"
+        yield b"".join(itertools.chain.from_iterable(map(_event, last()))) + b"data: [DONE]\n\n"
     except Exception as error:  # too late for another status
         logger.exception("stream %s failed", generation.request_id)
-        yield _event({"error": _error(500, f"{type(error).__name__}: {error}")}) + b"data: [DONE]\n\n"
+        told = {"error": _error(500, f"{type(error).__name__}: {error}")}
+        yield b"".join(_event(told)) + b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):
@@ -244,5 +302,7 @@ class _Stream(StreamingResponse):
             self.generation.close()
 
 
-def _event(content: dict) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def _event(content: dict) -> Iterator[bytes]:
+    yield b"data: "
+    yield from pieces(content)
+    yield b"\n\n"
