@@ -204,7 +204,7 @@ class WeightUpdates:
 
     async def close(self) -> None:
         """Leave all groups. One whose peers keep it for longer than a few seconds goes with the process."""
-        leaving = [asyncio.ensure_future(in_daemon_thread(self._leave, name)) for name in self.groups]
+        leaving = [asyncio.ensure_future(in_daemon_thread(self._leave, name)) for name in list(self.groups)]
         if leaving:
             await asyncio.wait(leaving, timeout=CLOSE_TIMEOUT)
 

@@ -1,6 +1,8 @@
 """The control plane: who may use it, the server's states, and two clients who use it at once."""
 
 import contextlib
+import json
+import shutil
 import time
 
 import httpx
@@ -219,3 +221,25 @@ def test_empty_updates_and_long_labels_are_a_400(server):
     assert server.post("/update_weights_from_distributed", sender.body({})).status_code == 400
     assert server.post("/update_weight_version", {"new_version": "x" * 1000}).status_code == 400
     assert server.post("/update_weights_from_disk", {"model_path": ""}).status_code == 400
+
+
+def test_directories_that_are_no_checkpoints_are_a_400_that_says_why(server, path, tmp_path):
+    copy = tmp_path / "model"
+    version = server.get("/weight_info")
+    shutil.copytree(path, copy)
+
+    def refusal() -> str:
+        response = server.post("/update_weights_from_disk", {"model_path": str(copy)})
+        assert (response.status_code, response.json()["success"]) == (400, False), response.text
+        return response.json()["message"]
+
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert "rms_norm_eps is 0.5" in refusal()
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}}))
+    assert "not below its directory" in refusal()
+    (copy / "model.safetensors.index.json").write_text("{}")
+    assert "not an index" in refusal()
+    shutil.rmtree(copy)
+    assert "there is no directory" in refusal()
+    assert server.get("/weight_info") == version
