@@ -34,7 +34,7 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Speaks to `samebits serve` at `url`.
+    """Speaks to `samebits serve` at `url`. On its machine, control calls go to its control port, if it has one.
 
     contract: the numerics that the server must have: a `Contract`, its hash, or None to take the server's. A different
     one is a NumericsError at once. key: the API key, or the admin key where control routes need it. timeout: seconds
@@ -48,6 +48,10 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._group: WeightGroup | None = None
+        self._control = self._http
+        port = self.get("/server_info").get("control_port")
+        if port is not None and self._http.base_url.host in ("127.0.0.1", "localhost", "::1"):
+            self._control = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=timeout)
         self.contract = Contract(**self.get("/v1/contract")["contract"])
         if contract is not None:
             self.contract.check(contract)
@@ -57,8 +61,8 @@ class Client:
         return self._checked(self._http.get(path))
 
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """The reply's JSON. Raises ServerError for another status than 200."""
-        return self._checked(self._http.post(path, json=body, timeout=timeout or self.timeout))
+        """The reply's JSON to a control call. Raises ServerError for another status than 200."""
+        return self._checked(self._control.post(path, json=body, timeout=timeout or self.timeout))
 
     def _checked(self, response: httpx.Response) -> Any:
         if response.is_success:
@@ -170,6 +174,7 @@ class Client:
         if self._group is not None:
             self._group.close()
         self._http.close()
+        self._control.close()
 
     def __enter__(self) -> Client:
         return self

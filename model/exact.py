@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, probe
+from ..kernels.contract import Contract, NumericsError, probe
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
@@ -21,6 +21,11 @@ from .linear import ExactLinear, UnsupportedModelError, products
 from .packing import packing
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "problem_type", "return_dict", "transformers_version", "use_cache",
+})  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
 
 
@@ -132,6 +137,21 @@ def check_config(config) -> None:
         raise UnsupportedModelError("is_causal=False: only causal attention is covered")
     if getattr(config, "attention_dropout", 0.0):
         raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
+
+
+def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> None:
+    """Raise NumericsError, naming the fields, where two configs differ in what may decide a bit.
+
+    Compared are the fields that the class of configs declares; others are of no model code.
+    """
+    fields = (type(mine)().to_dict().keys() - NO_NUMERICS) | {"model_type", "quantization_config"}
+    here = mine.to_dict()
+    there = theirs.to_dict()
+    differences = [
+        f"{f} is {there.get(f)!r}, not {here.get(f)!r}" for f in sorted(fields) if here.get(f) != there.get(f)
+    ]
+    if differences:
+        raise NumericsError("its config.json asks for other numerics: " + "; ".join(differences))
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:

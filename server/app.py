@@ -20,15 +20,16 @@ from ..engine import LLM, WeightUpdateError
 from ..engine.weights import TransferError, WorkerError
 from ..kernels.contract import NumericsError
 from . import control, openai, sglang, sglang_control, tokens
-from .async_engine import AsyncEngine, GenerationError, UnavailableError
+from .async_engine import AsyncEngine, GenerationError
 from .auth import Guard
 from .kept_ids import KeptIds
 from .limits import Limits
 from .metrics import Metrics
 from .protocol import problem, reply
 from .service import ModelNotFoundError, Served, Service
+from .states import ConflictError, UnavailableError
 from .tools import tool_format
-from .updates import ConflictError, WeightUpdates
+from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 64 * 2**20  # bytes
@@ -48,12 +49,20 @@ async def page() -> Response:
 
 @open_router.get("/health")
 @open_router.get("/ready")
-@open_router.get("/liveness")
 async def health(server: Served) -> Response:
-    """200 while the engine's thread lives and the server takes requests."""
+    """200 while the server can compute: not while it sleeps, shuts down, or has no replica that lives."""
+    state = server.engine.state.name
+    if state in ("stopping", "asleep"):
+        return problem(503, f"the server is {state}")
+    if not server.load().kv_blocks_total:
+        return problem(503, "no replica serves now")
+    return await liveness(server)
+
+
+@open_router.get("/liveness")
+async def liveness(server: Served) -> Response:
+    """200 while the engine's thread lives and the engine is not broken for good, whatever the state of the server."""
     engine = server.engine
-    if engine.draining:
-        return problem(503, "the server is shutting down")
     if not engine.alive or engine.llm.failure is not None:
         return problem(503, engine.llm.failure or "the engine's thread is dead")
     return reply({"status": "ok"})
@@ -106,10 +115,10 @@ def create_app(
         engine = AsyncEngine(llm, limits, found.observe_step)
         updates = WeightUpdates(engine, transfer_timeout, pause_keep == "recompute")
         kept = KeptIds(kept_tokens)
-        app.state.service = found.service = Service(engine, updates, model_name, kept, found_format)
+        app.state.service = found.service = Service(engine, updates, model_name, kept, guard, found_format)
         engine.start()
         yield
-        updates.close()
+        await updates.close()
         await engine.stop()
 
     app = FastAPI(

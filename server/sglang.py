@@ -259,13 +259,13 @@ async def model_info(server: Served):
 async def loads(server: Served):
     """The load now; `include` is taken as "all"."""
     load = server.load()
-    block = load.kv_cache_bytes // load.kv_blocks_total
+    blocks = max(load.kv_blocks_total, 1)  # there are none while no replica serves
     core = {
         "dp_rank": 0,
         "num_running_reqs": load.num_running,
         "num_waiting_reqs": load.num_waiting,
         "num_total_reqs": load.num_running + load.num_waiting,
-        "token_usage": load.kv_blocks_used / load.kv_blocks_total,
-        "kv_cache_bytes_used": load.kv_blocks_used * block,
+        "token_usage": load.kv_blocks_used / blocks,
+        "kv_cache_bytes_used": load.kv_blocks_used * (load.kv_cache_bytes // blocks),
     }
     return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})

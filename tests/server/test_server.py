@@ -280,7 +280,7 @@ def test_tokenize_and_detokenize_are_the_tokenizers(server):
 def test_information_routes_say_what_both_dialects_ask(server):
     assert server.get("/get_world_size") == {"world_size": 1}
     assert server.get("/weight_info")["weight_version"] == "default"
-    assert server.get("/is_paused") == {"is_paused": False}
+    assert server.get("/is_paused") == {"is_paused": False, "state": "serving"}
     assert server.get("/is_sleeping") == {"is_sleeping": False}
     for route in ("/model_info", "/get_model_info"):
         assert server.get(route)["weight_version"] == "default"
@@ -343,7 +343,7 @@ def test_pause_abort_turns_requests_away_until_resume(server):
     assert results[0]["choices"][0]["finish_reason"] == "abort"
     response = server.post("/inference/v1/generate", SHORT)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    assert server.get("/is_paused") == {"is_paused": True}
+    assert server.get("/is_paused") == {"is_paused": True, "state": "paused"}
     assert server.ok("/resume") == {"status": "resumed"}
     server.ok("/inference/v1/generate", SHORT)
 
