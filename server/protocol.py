@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import itertools
 import logging
 import math
@@ -29,42 +30,52 @@ PART = 2**16  # bytes of a reply that are made and sent at a time
 AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
-# Parameters of other engines that change what is sampled or reported. What is false or NEUTRAL asks for nothing.
-NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"}}
-_OTHERS = """
+# Parameters of other engines that change a result. What is false or NEUTRAL asks for nothing.
+NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "modalities": ["text"]}
+NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "is_checkpoint_format": True}
+_UNSUPPORTED = """
     presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids logits_processors custom_logit_processor
     custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
     structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
     stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
     content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob return_routed_experts
-    return_hidden_states
+    return_hidden_states return_bytes return_entropy no_stop_trim session_params packed background
 """
-UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
+# Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
+_IGNORED = """
+    user metadata store service_tier safety_identifier prompt_cache_key include_obfuscation session_id conversation_id
+    data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async torch_empty_cache
+    keep_pause recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers
+"""
+UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
 OTHER_DIALECT = _NAMES | {sglang: vllm for vllm, sglang in _NAMES.items()}
-_listed: set[str] = set()
 
 
 class Body(BaseModel):
-    """A request's JSON. Fields of other engines that would change a result are refused; others are logged, once."""
+    """A request's JSON. Unknown fields are refused with the nearest known one, but for those that are IGNORED."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     @model_validator(mode="after")
     def check_extra(self) -> Self:
-        """Refuse what is known but not supported; log other unknown fields once."""
+        """Refuse what is unknown, and what is known elsewhere and asks for something."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
-                if asked and value is not None:
-                    raise ValueError(f"{name}={value!r} is not supported; leave it out")
-            elif name in OTHER_DIALECT and value is not None:
-                other = OTHER_DIALECT[name]
-                raise ValueError(f"{name} would be ignored here: this dialect calls it {other}, or has sampling_params")
-            elif name not in _listed and len(_listed) < 1000:
-                _listed.add(name)
-                logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
+            if value is None or name in IGNORED:
+                continue
+            if name not in UNSUPPORTED:
+                raise ValueError(f"unknown field {name!r:.100}{self._hint(name)}")
+            if value != NEUTRAL[name] if name in NEUTRAL else value:
+                raise ValueError(f"{name}={value!r:.100} is not supported; leave it out")
         return self
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        known = [field.alias or key for key, field in cls.model_fields.items()]
+        if "sampling_params" in known and (name in Sampling.model_fields or name in OTHER_DIALECT):
+            return "; it belongs in sampling_params"
+        near = [n for n in known if n == OTHER_DIALECT.get(name)] or difflib.get_close_matches(name, known, 1)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 class Sampling(Body):

@@ -44,6 +44,7 @@ class SGLangSampling(Sampling):
 class GenerateBody(Body):
     """The body of `/generate`."""
 
+    model: str | None = None
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: SGLangSampling | list[SGLangSampling] | None = None
@@ -200,6 +201,7 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 @router.post("/generate", responses=STREAMING)
 async def generate(body: GenerateBody, server: Served):
     """Generate from text or token ids, one prompt or a batch."""
+    server.check_model(body.model)
     prompts, batch = body.prompts()
     rids, rid = body.rids(len(prompts), batch)
     columns = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
