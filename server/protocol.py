@@ -44,8 +44,8 @@ _UNSUPPORTED = """
 # Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
 _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key include_obfuscation session_id conversation_id
-    data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async torch_empty_cache
-    keep_pause recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers
+    data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async keep_pause
+    torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers
 """
 UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import socket
+import threading
 
+import httpx
 import pytest
 import torch
 
-from samebits.server import protocol
+from samebits.server import protocol, tokenization
 
-from helpers.serving import Serving, served_checkpoint
+from helpers.serving import Serving, in_background, served_checkpoint, wait_for
 
 PROMPT = [17, 900, 3, 44]
 
@@ -213,3 +216,79 @@ def test_a_cumulative_stream_grows_with_the_sample_not_with_its_square(server):
     plain = events(server.post("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {
         "max_new_tokens": 800, "ignore_eos": True}}).text)  # fmt: skip
     assert len(plain) == 800, "a stream without log-probs has an event per token"
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+LONG = "word " * 100_000  # 500,000 characters: at least 20,000 tokens of this tokenizer's
+LONG_TEXTS = {
+    "tokenize": ("/tokenize", {"prompt": LONG}),
+    "tokenize a conversation": ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    "a conversation": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    "a prompt": ("/v1/completions", {"prompt": LONG}),
+    "without special tokens": ("/v1/completions", {"prompt": LONG, "add_special_tokens": False}),
+    "SGLang's": ("/generate", {"text": LONG}),
+    "ids": ("/detokenize", {"tokens": [7] * 8193}),
+}
+
+
+class Tokenizer:
+    """The server's tokenizer, with a list of the texts that it encoded; those that begin with "slow" wait."""
+
+    def __init__(self, server, monkeypatch):
+        self.real, self.texts, self.go = server.engine.tokenization.tokenizer, [], threading.Event()
+        monkeypatch.setattr(server.engine.tokenization.processor, "tokenizer", self)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def encode(self, text, **options):
+        self.texts.append(text)
+        assert not text.startswith("slow") or self.go.wait(30)
+        return self.real.encode(text, **options)
+
+
+@pytest.mark.parametrize("case", LONG_TEXTS)
+def test_what_no_model_has_room_for_is_refused_before_it_is_tokenised(server, monkeypatch, case):
+    tokenizer = Tokenizer(server, monkeypatch)
+    response = server.post(*LONG_TEXTS[case])
+    assert response.status_code == 400 and "leaves no room in max_model_len 8192" in response.text, response.text[:500]
+    assert not tokenizer.texts
+
+
+def raw_post(server, route: str, body: dict) -> socket.socket:
+    content = json.dumps(body).encode()
+    head = f"POST {route} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+ENCODED = {
+    "/tokenize": lambda text: {"prompt": text},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+    "/v1/completions": lambda text: {"prompt": text, "add_special_tokens": False, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("route", ENCODED)
+def test_a_text_that_takes_long_holds_nobody_up_and_what_nobody_waits_for_is_dropped(server, monkeypatch, route):
+    tokenizer, queued, executor = Tokenizer(server, monkeypatch), [], server.engine.tokenization._executor
+    submit = executor.submit
+    monkeypatch.setattr(executor, "submit", lambda *call: queued.append(submit(*call)) or queued[-1])
+    with in_background(server.ok, "/tokenize", {"prompt": "slow text"}):
+        wait_for(lambda: len(tokenizer.texts) == 1)
+        assert httpx.post(server.url + route, json=ENCODED[route]("quick"), timeout=10).status_code == 200
+        busy = [raw_post(server, "/tokenize", {"prompt": f"slow {i}"}) for i in range(tokenization.WORKERS - 1)]
+        wait_for(lambda: len(tokenizer.texts) == 2 + len(busy))
+        count = len(queued)
+        left = raw_post(server, route, ENCODED[route]("nobody waits"))
+        wait_for(lambda: len(queued) > count)
+        left.close()
+        wait_for(queued[-1].cancelled)
+        tokenizer.go.set()
+        for connection in busy:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.close()
+    assert server.ok("/tokenize", {"prompt": "last"})
+    assert not [text for text in tokenizer.texts if "nobody waits" in text]
