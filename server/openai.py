@@ -332,7 +332,8 @@ async def tokenize(body: TokenizeRequest, server: Served):
         ids = await tokenization.chat(body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
-    names = tokenization.need("text").convert_ids_to_tokens(ids) if body.return_token_strs else None
+    name = tokenization.need("text").convert_ids_to_tokens
+    names = await tokenization.in_thread(name, ids) if body.return_token_strs else None
     limit = server.llm.max_model_len
     return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 
