@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, probe
+from ..kernels.contract import Contract, NumericsError, probe
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
@@ -26,6 +26,11 @@ from .roles import role_of
 from .routing import connect_routers
 from .selfcheck import SelfCheck
 
+NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "output_router_logits", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache",
+})  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
 
 
@@ -114,6 +119,21 @@ def _rope_types(parameters: dict[str, Any]) -> set[str]:
     """Return the rope types of a config, one for all layers or one for each kind of layer."""
     kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     return {each.get("rope_type", "default") for each in kinds}
+
+
+def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> None:
+    """Raise NumericsError, naming the fields, where two configs differ in what may decide a bit.
+
+    Compared are the fields that the class of configs declares; others are of no model code.
+    """
+    fields = (type(mine)().to_dict().keys() - NO_NUMERICS) | {"model_type", "quantization_config"}
+    here = mine.to_dict()
+    there = theirs.to_dict()
+    differences = [
+        f"{f} is {there.get(f)!r}, not {here.get(f)!r}" for f in sorted(fields) if here.get(f) != there.get(f)
+    ]
+    if differences:
+        raise NumericsError("its config.json asks for other numerics: " + "; ".join(differences))
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
