@@ -15,6 +15,7 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
+from ..engine.expert_wire import parse_ids
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, free_port
 from ..engine.weights.spec import full_tensors
@@ -118,6 +119,8 @@ class Client:
             "return_logprob": True, "return_prompt_token_ids": True,
             "top_logprobs_num": [max(p.logprobs or 0, p.prompt_logprobs or 0) for p in each],
             "logprob_start_len": [-1 if p.prompt_logprobs is None else 0 for p in each],
+            "return_routed_experts": [p.routed_experts for p in each],
+            "routed_experts_start_len": [p.routed_experts_prompt_start for p in each],
         }  # fmt: skip
         response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
         found = iter(self._checked(response))
@@ -244,6 +247,7 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
     meta = sample["meta_info"]
     reason = meta["finish_reason"]
     matched = reason.get("matched")
+    experts = meta.get("routed_experts") is not None
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(
         index=index, token_ids=sample["output_ids"], text=sample["text"] if params.detokenize else None,
@@ -251,4 +255,5 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
         finish_reason=reason["type"], stop_reason=matched if named else None,
         weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
         top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,
+        routed_experts=parse_ids(meta["routed_experts"]).reshape(meta["routed_experts_shape"]) if experts else None,
     )  # fmt: skip

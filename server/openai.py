@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
+from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
 from .chat import ChatAnswers, Conversation
 from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, usage, version_spans
@@ -169,6 +170,8 @@ class _Writer:
         found |= {"text": c.text or ""} if self.answers is None else self.answers.take(index, output, c)
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
+        if c.routed_experts is not None:
+            found["routed_experts"] = npy_text(c.routed_experts)
         if body.return_weight_versions:
             found["weight_versions"] = version_spans(c, self.server.updates.label_of)
         if begins:

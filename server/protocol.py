@@ -38,7 +38,7 @@ _UNSUPPORTED = """
     custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
     structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
     stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
-    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob return_routed_experts
+    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob
     return_hidden_states return_bytes return_entropy no_stop_trim session_params packed background
 """
 # Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
@@ -97,6 +97,8 @@ class Sampling(Body):
     structured_outputs: dict[str, Any] | None = Field(
         default=None, description="vLLM's: one of json, json_object, regex, choice and grammar."
     )
+    routed_experts: bool | None = Field(default=None, description="Report the experts of each token.")
+    routed_experts_prompt_start: int | None = Field(default=None, description="vLLM's: report them from here on.")
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
     def structure(self) -> StructuredOutputsParams | None:
@@ -111,6 +113,7 @@ class Sampling(Body):
         """
         names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names} | {"structured_outputs": self.structure()} | more
+        given["routed_experts"] = given["routed_experts"] or given["routed_experts_prompt_start"] is not None
         given["output_kind"] = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{name: v for name, v in given.items() if v is not None or name == "max_tokens"})
 

@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
+from ..engine.expert_wire import int32_text
 from .async_engine import GenerateRequest
 from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, version_spans
 from .service import Served, Service
@@ -53,6 +54,8 @@ class GenerateBody(Body):
     top_logprobs_num: int | list[int] | None = 0
     return_text_in_logprobs: bool | None = False
     return_prompt_token_ids: bool | None = False
+    return_routed_experts: bool | list[bool] | None = False
+    routed_experts_start_len: int | list[int] | None = None
     stream: bool | None = False
     rid: RequestId | list[RequestId] | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
@@ -155,6 +158,9 @@ class _Writer:
             "e2e_latency": time.perf_counter() - self.begin,
             "contract": self.server.contract_hash,
         }
+        if c.routed_experts is not None:
+            meta["routed_experts"] = int32_text(c.routed_experts)
+            meta["routed_experts_shape"] = c.routed_experts.shape
         if self.logprobs:
             meta |= self.of_sample(c) | self.of_prompt(output, first_or_last and c.index == 0)
         found = {"text": c.text, "output_ids": c.token_ids, "meta_info": meta}
@@ -204,18 +210,22 @@ async def generate(body: GenerateBody, server: Served):
     server.check_model(body.model)
     prompts, batch = body.prompts()
     rids, rid = body.rids(len(prompts), batch)
-    columns = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+    columns = (
+        "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_routed_experts",
+        "routed_experts_start_len",
+    )  # fmt: skip
     settings = zip(*(body.each(name, len(prompts)) for name in columns), strict=True)
     requests: list[GenerateRequest] = []
     writers: list[_Writer] = []
     samples = 0
-    for prompt, name, (sampling, logprobs, start, top) in zip(prompts, rids, settings, strict=True):
+    for prompt, name, (sampling, logprobs, start, top, experts, experts_start) in zip(prompts, rids, settings, strict=True):
         alternatives = (top or 0) if logprobs else 0
         scored = logprobs and start is not None and start >= 0
         writers.append(_Writer(server, body, name, samples, bool(logprobs), start if scored else None, alternatives))
         params = (sampling or SGLangSampling()).params(
-            body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None
-        )
+            body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None,
+            **({"routed_experts": True, "routed_experts_prompt_start": experts_start or 0} if experts else {}),
+        )  # fmt: skip
         requests.append(GenerateRequest(prompt, params, body.cache_salt or body.extra_key))
         samples += params.n
     several = batch or samples > 1

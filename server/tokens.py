@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput
+from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
 from .openai import Call, prompt_logprobs
 from .protocol import STREAMING, DataRoute, Sampling, answer, finite, usage, version_spans
@@ -54,7 +55,7 @@ async def inference_generate(body: TokensRequest, server: Served):
             "stop_reason": c.stop_reason,
             "logprobs": None if params.logprobs is None else {"content": _token_entries(c)},
             "weight_versions": version_spans(c, server.updates.label_of),
-            "routed_experts": None,
+            "routed_experts": None if c.routed_experts is None else npy_text(c.routed_experts),
             "sampling_mask": None,
         }
 
