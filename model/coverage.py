@@ -143,7 +143,7 @@ def cover_rest(model: PreTrainedModel) -> None:
             module.__class__ = type(type(module).__name__, (UnderMode, type(module)), {})
             module.place = names[module]
             module.routing = routings.get(module)  # type: ignore[assignment]
-    left = trace(model).found
+    left = trace(model).found if first.found else {}
     if left:
         lines = [f"{names[m] or 'the model'} ({type(m).__name__}): {', '.join(sorted(ops))}" for m, ops in left.items()]
         raise UnsupportedModelError(f"ops without an exact form: {'; '.join(lines)}")

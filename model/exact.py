@@ -190,7 +190,6 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
         head.scale = logit_scale(model)
     check = SelfCheck(model)
     check.batches()
-    check.paged()
     if check.head is not None:
         check.plain()
     connect_routers(model)

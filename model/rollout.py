@@ -5,7 +5,8 @@ The trainer's copy keeps HF's parameters and calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +193,20 @@ def _first(result: Tensor | tuple) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
+@contextmanager
+def without_low_ranks(model: nn.Module) -> Iterator[None]:
+    """Set adapters aside, which need packed weights, for a while."""
+    linears = [module for module in model.modules() if isinstance(module, ExactLinear)]
+    before = [module.low_rank for module in linears]
+    for module in linears:
+        module.low_rank = None
+    try:
+        yield
+    finally:
+        for module, low_rank in zip(linears, before, strict=True):
+            module.low_rank = low_rank
+
+
 def prepare_rollout(model: PreTrainedModel) -> None:
     """Pack an exact model's weights and fuse its modules. UnsupportedModelError if its bits don't stay what they were.
 
@@ -199,7 +214,8 @@ def prepare_rollout(model: PreTrainedModel) -> None:
     """
     if not is_exact(model):
         return
-    check = SelfCheck(model)
-    pack_weights(model)
-    fuse(model, check.prefill)
-    check.paged()
+    with without_low_ranks(model):
+        check = SelfCheck(model)
+        pack_weights(model)
+        fuse(model, check.prefill)
+        check.paged()

@@ -19,8 +19,8 @@ from ..kernels import ops
 from .linear import UnsupportedModelError
 from .paged import group_size, hidden_states, new_kv_caches, plain_call, random_input
 
-LENGTHS = (21, 37)  # beyond one KV block on a CPU
-CHUNK = 15
+LENGTHS = (7, 37)  # the second is longer than a KV block on a CPU
+CHUNK = 18
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -51,17 +51,14 @@ class SelfCheck:
 
     @torch.no_grad()
     def batches(self) -> None:
-        """Compare with each sequence alone, and with other tokens after and beside."""
-        bounds = slice(0, LENGTHS[0]), slice(LENGTHS[0], None)
-        for rows, length in zip(bounds, LENGTHS, strict=True):
-            alone = hidden_states(self.model, self.given[rows], self._layout([length]))
-            self._compare(alone, "a sequence alone differs from the same one beside another", rows)
-        changed = self.given.clone()
-        changed[LENGTHS[0] - 1] = changed[0]
+        """Compare with another sequence beside, and with another token after."""
+        changed = self.given.flip(0)
+        second = slice(LENGTHS[0], sum(LENGTHS) - 1)
+        changed[second] = self.given[second]
         other = hidden_states(self.model, changed, self.layout)
-        before = slice(0, LENGTHS[0] - 1)
-        self._compare(other[before], "a token changes what comes before it", before)
-        self._compare(other[bounds[1]], "a sequence changes the one beside it", bounds[1])
+        self._compare(other[second], "a sequence depends on the one beside it, or a token on one after it", second)
+        alone = hidden_states(self.model, self.given[: LENGTHS[0]], self._layout(LENGTHS[:1]))
+        self._compare(alone, "a sequence alone differs from the same one beside another", slice(LENGTHS[0]))
 
     def _steps(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each step: chunks of both sequences, and their last tokens."""
@@ -74,9 +71,10 @@ class SelfCheck:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Run both sequences at once over a paged cache."""
-        assert self.layout.num_blocks is not None
-        hidden_states(self.model, self.given, self.layout, new_kv_caches(self.model, self.layout.num_blocks))
+        """Run a sequence over a paged cache."""
+        given, layout = self.given[: LENGTHS[0]], self._layout(LENGTHS[:1])
+        assert layout.num_blocks is not None
+        hidden_states(self.model, given, layout, new_kv_caches(self.model, layout.num_blocks))
 
     @torch.no_grad()
     def paged(self) -> None:
