@@ -23,7 +23,7 @@ from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
 from .paged import plain_call, random_input
 from .roles import role_of
-from .routing import connect_routers
+from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
 
 NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
@@ -36,12 +36,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table ent
 
 @dataclass
 class LogprobRequest:
-    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits."""
+    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits.
+
+    router_loss: and then for the routers' load-balancing loss, too.
+    """
 
     index: Tensor
     targets: Tensor
     params: ops.RowParams
     chunk: int
+    router_loss: bool = False
 
 
 class LMHead(ExactLinear):
@@ -68,7 +72,7 @@ class LMHead(ExactLinear):
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `TokenLogprobs`.
+    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns what it asks for.
 
     It is an argument of the whole model's forward so that hooks on the model (FSDP2's, DDP's) meet it as any call. The
     class has the name of HF's, which `save_pretrained` writes into config.json.
@@ -80,8 +84,12 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             cover(self)
         if logprobs is None:
             return kind.forward(self, *args, **kwargs)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
-        return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        if not logprobs.router_loss:
+            hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
+            return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        out = self.base_model(*args, **kwargs, output_router_logits=True)
+        found = self.get_output_embeddings()(out.last_hidden_state[0, logprobs.index], logprobs)
+        return found, load_balancing_loss(self, out.router_logits)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

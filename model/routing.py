@@ -7,7 +7,8 @@ checkpointing runs again meets the same ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,20 +75,36 @@ def routers(model: nn.Module) -> dict[int, Any]:
     return {i: m for i, layer in enumerate(layers) for m in layer.modules() if is_router(m)}
 
 
+class RoutingLayer(nn.Module):
+    """A decoder layer that hands `routed_experts` to its router: mixed into its class.
+
+    It is an argument of `forward`, not a hook's, since activation checkpointing runs no hook again.
+    """
+
+    router: tuple[int, Any]  # the layer's number, and its router or None; no submodule of its own
+
+    def forward(self, *args, **kwargs):
+        """Return what the layer's own forward does."""
+        hand_over(self, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Take `routed_experts` out of a layer's keywords, for its router."""
+    routed: RoutedExperts | None = kwargs.pop(KEYWORD, None)
+    if isinstance(layer, RoutingLayer):
+        number, router = layer.router
+        if router is not None:
+            choose = None if routed is None else functools.partial(routed.choose, number)
+            router.routing = replace(router.routing, choose=choose)
+
+
 def connect_routers(model: PreTrainedModel) -> None:
-    """Have each layer hand `routed_experts`, an argument of the model's forward, to its router."""
+    """Have the layers of a mixture of experts take `routed_experts`, an argument of the model's forward."""
     found = routers(model)
     for number, layer in enumerate(model.get_decoder().layers if found else []):
-        hook = functools.partial(_hand_over, number, found.get(number))
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _hand_over(number: int, router: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    routed: RoutedExperts | None = kwargs.pop(KEYWORD, None)
-    if router is not None:
-        choose = None if routed is None else functools.partial(routed.choose, number)
-        router.routing = replace(router.routing, choose=choose)
-    return args, kwargs
+        layer.__class__ = type(type(layer).__name__, (RoutingLayer, type(layer)), {})
+        layer.router = (number, found.get(number))
 
 
 def expert_sizes(model: nn.Module) -> tuple[int, int, int]:
@@ -95,6 +112,25 @@ def expert_sizes(model: nn.Module) -> tuple[int, int, int]:
     found = [router.routing for router in routers(model).values()]
     experts = max((routing.num_experts for routing in found), default=0)
     return len(model.get_decoder().layers), experts, max((routing.top_k for routing in found), default=0)
+
+
+def load_balancing_loss_of(model: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the function by which transformers' code of this model computes the loss; None where it has none."""
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+    return next(filter(None, (getattr(module, "load_balancing_loss_func", None) for module in modules)), None)
+
+
+def load_balancing_loss(model: nn.Module, logits: Sequence[Tensor]) -> Tensor:
+    """Return the auxiliary loss that keeps experts equally busy (Switch Transformers, arXiv 2101.03961, eq. 4 to 6), as
+    transformers computes it for this model. ValueError where it doesn't.
+
+    logits: of each layer's router, [T, experts].
+    """
+    compute = load_balancing_loss_of(model)
+    if compute is None:
+        raise ValueError(f"{type(model).__name__} has no load-balancing loss in transformers")
+    _, experts, k = expert_sizes(model)
+    return compute(tuple(logits), experts, k)
 
 
 def new_routing_cache(model: PreTrainedModel, num_blocks: int) -> Tensor | None:

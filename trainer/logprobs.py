@@ -30,6 +30,7 @@ def token_logprobs(
     return_entropy: bool = False,
     return_argmax: bool = False,
     return_routed_experts: bool = False,
+    return_router_loss: bool = False,
     chunk: int | None = None,
     forward: Callable | None = None,
     tokenizer: Any = None,
@@ -45,8 +46,9 @@ def token_logprobs(
     one kind per call; min_tokens needs prompt_lens); a token outside it has -inf and no gradient.
 
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
-    distributions in the same shape. return_routed_experts: the tuple ends with a list of the experts that the model's own
-    routers chose, int64 [tokens, layers, k] per sequence. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
+    distributions in the same shape. return_routed_experts: next comes a list of the experts that the model's own
+    routers chose, int64 [tokens, layers, k] per sequence. return_router_loss: and last their load-balancing loss over
+    all tokens, differentiable. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
     bit. forward: called in place of the model by code that runs inside a wrapped model's forward (DDP's, FSDP2's)
     and must not run the wrapper's hooks again. tokenizer: the engine's; structured_outputs need it, and prompt_lens.
 
@@ -65,13 +67,15 @@ def token_logprobs(
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
     counts = [n - prompt for n, prompt in zip(lengths, prompts, strict=True)]
     batch = PackedBatch.of(model, rows, counts, routed_experts=routed_experts, note_experts=return_routed_experts)
-    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS, forward, tokenizer)
+    rows_at_once = chunk or ops.backend(model.device).LOGIT_ROWS
+    found, router_loss = batch.score(model, params, rows_at_once, forward, tokenizer, return_router_loss)
     spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
     extras: list[Any] = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
     if return_routed_experts:
         assert batch.routed is not None and batch.routed.noted is not None
         extras.append([*batch.routed.noted.split(lengths)])
+    extras += [router_loss] * return_router_loss
     return (shaped.logprob, *extras) if extras else shaped.logprob
 
 
@@ -153,8 +157,12 @@ class PackedBatch:
         chunk: int,
         forward: Callable | None = None,
         tokenizer: Any = None,
-    ) -> ops.TokenLogprobs:
-        """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time."""
+        router_loss: bool = False,
+    ) -> tuple[ops.TokenLogprobs, Tensor | None]:
+        """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time.
+
+        router_loss: return the routers' load-balancing loss with it, not None.
+        """
         rows = ops.RowParams.repeat(len(self.index), params.temperature, params.top_k, params.top_p, params.min_p)
         targets = self.ids[self.index + 1]
         if params.min_tokens or params.structured_outputs is not None:
@@ -163,7 +171,8 @@ class PackedBatch:
                 masks += _masks(model, params, tokenizer, completion.tolist())
             rows.masks, rows.mask_rows = ops.stack_masks(masks)
         call = forward or model
-        return call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk))
+        found = call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk, router_loss))
+        return found if router_loss else (found, None)
 
 
 def exact_head(model: PreTrainedModel) -> LMHead:
