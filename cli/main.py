@@ -99,9 +99,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
-    admin_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key to control it.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
+    api_key_file: Annotated[Path | None, typer.Option(help="Holds the key for all routes.")] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(help="Holds the key to control it.")] = None,
+    control_port: Annotated[int, typer.Option(help="Port of control without an admin key; 0: a free one.")] = 0,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get 503.")] = 1024,
+    max_logprobs: Annotated[int, typer.Option(min=0, max=1000, help="Most alternatives per token.")] = 20,
+    max_reply_logprobs: Annotated[int, typer.Option(min=1, help="Most log-probs of one reply.")] = 2**21,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
     tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
@@ -110,23 +113,27 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
 
-    Without an admin key, the routes that control the server answer this machine only.
+    The environment variables SAMEBITS_API_KEY and SAMEBITS_ADMIN_KEY may hold the keys instead of files. Without an
+    admin key, the routes that control the server answer this machine only, on a port of their own (--control-port; with
+    the number of --port, on that one: not behind a proxy).
     """
     import logging
     from concurrent.futures import ThreadPoolExecutor
 
     from ..engine import LLM
-    from ..server.auth import Guard
+    from ..server.auth import Guard, read_key
     from ..server.serve import serve as run
 
+    guard = Guard(read_key(api_key_file, "SAMEBITS_API_KEY"), read_key(admin_key_file, "SAMEBITS_ADMIN_KEY"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
         llm = loader.submit(LLM, model, **engine).result()
-    where = (served_model_name or model, host, port, Guard(api_key, admin_key), shutdown_timeout)
+    where = (served_model_name or model, host, port, guard, shutdown_timeout, control_port)
     try:
-        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout, tool_parser=tool_parser,
+        run(llm, *where, max_waiting=max_waiting, max_logprobs=max_logprobs, max_reply_logprobs=max_reply_logprobs,
+            transfer_timeout=transfer_timeout, tool_parser=tool_parser,
             kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
     finally:
         llm.close()

@@ -12,6 +12,7 @@ from ..model import attention
 from ..model.exact import LMHead
 from ..model.paged import group_size, hidden_states, new_kv_caches, random_input
 from ..model.rollout import prepare_rollout
+from ..model.routing import KEYWORD, RoutedExperts, new_routing_cache
 from .cuda_graphs import StepGraphs
 from .planner import Plan
 from .sampler import LOGIT_ROWS, SamplerOutput, sample
@@ -28,6 +29,7 @@ class ModelRunner:
         model.set_attn_implementation(attention.PACKED)  # paged KV has no other
         self.num_blocks = num_blocks
         self.kv_caches = new_kv_caches(model, num_blocks)
+        self.routing_cache = new_routing_cache(model, num_blocks)
         prepare_rollout(model)
         self._last_token_ids = torch.empty(0, dtype=torch.long)  # that the last step sampled
         self.graphs: StepGraphs | None = None
@@ -42,16 +44,21 @@ class ModelRunner:
     @staticmethod
     def block_bytes(model: PreTrainedModel) -> int:
         """Return the bytes of one KV block over all layers."""
-        return sum(cache.nbytes for pair in new_kv_caches(model, 1) for cache in pair)
+        caches = [cache for pair in new_kv_caches(model, 1) for cache in pair]
+        experts = new_routing_cache(model, 1)
+        return sum(cache.nbytes for cache in caches) + (0 if experts is None else experts[0].nbytes)
 
     def free_kv_cache(self) -> None:
         """Give the KV cache's memory back."""
         self.kv_caches = []
+        if self.routing_cache is not None:
+            self.routing_cache = self.routing_cache[:0].clone()
         self.release()
 
     def take_kv_cache(self) -> None:
         """Allocate the KV cache anew, empty."""
         self.kv_caches = new_kv_caches(self.model, self.num_blocks)
+        self.routing_cache = new_routing_cache(self.model, self.num_blocks)
 
     def release(self) -> None:
         """Give free memory back to the device, and forget graphs, whose KV or weights have gone."""
@@ -64,9 +71,9 @@ class ModelRunner:
         """Copy whole KV blocks, source to destination, in every layer."""
         if copies:
             source, destination = ops.to_device(np.array(copies, np.int64), self.model.device).unbind(1)
-            for caches in self.kv_caches:
-                for cache in caches:
-                    cache[destination] = cache[source]
+            caches = [cache for pair in self.kv_caches for cache in pair]
+            for cache in caches if self.routing_cache is None else [*caches, self.routing_cache]:
+                cache[destination] = cache[source]
 
     @torch.inference_mode()
     def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
@@ -96,7 +103,18 @@ class ModelRunner:
 
     def _forward(self, given: Tensor, layout: ops.PagedLayout) -> Tensor:
         """Return the hidden states of token ids [T], or of hidden states [T, hidden] of the stage before."""
-        return hidden_states(self.model, given, layout, self.kv_caches)
+        if self.routing_cache is None:
+            return hidden_states(self.model, given, layout, self.kv_caches)
+        slots = layout.on(self.model.device).slot_mapping.long()  # -1 where a graph has no token: the spare block
+        routed = RoutedExperts(noted=self.routing_cache.flatten(0, 1), at=slots)
+        return hidden_states(self.model, given, layout, self.kv_caches, **{KEYWORD: routed})
+
+    def read_experts(self, slots: np.ndarray) -> np.ndarray:
+        """Return the experts of the tokens in these KV slots, integers [slots, layers, k]; k is 0 in a dense stage."""
+        if self.routing_cache is None:
+            return np.empty((len(slots), len(self.model.base_model.layers), 0), np.uint8)
+        rows = self.routing_cache.flatten(0, 1)[torch.from_numpy(slots).to(self.model.device)]
+        return rows.cpu().numpy()
 
     @staticmethod
     def peak_bytes(model: PreTrainedModel, tokens: int) -> int:

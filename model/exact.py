@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, probe
+from ..kernels.contract import Contract, NumericsError, probe
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
@@ -25,20 +25,30 @@ from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
 from .paged import plain_call, random_input
 from .roles import role_of
+from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
 
 logger = logging.getLogger(__name__)
+NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "output_router_logits", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache",
+})  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
 
 
 @dataclass
 class LogprobRequest:
-    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits."""
+    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits.
+
+    router_loss: and then for the routers' load-balancing loss, too.
+    """
 
     index: Tensor
     targets: Tensor
     params: ops.RowParams
     chunk: int
+    router_loss: bool = False
 
 
 class LMHead(ExactLinear):
@@ -65,7 +75,7 @@ class LMHead(ExactLinear):
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `TokenLogprobs`.
+    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns what it asks for.
 
     It is an argument of the whole model's forward so that hooks on the model (FSDP2's, DDP's) meet it as any call. The
     class has the name of HF's, which `save_pretrained` writes into config.json.
@@ -77,8 +87,12 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             cover(self)
         if logprobs is None:
             return kind.forward(self, *args, **kwargs)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
-        return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        if not logprobs.router_loss:
+            hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
+            return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        out = self.base_model(*args, **kwargs, output_router_logits=True)
+        found = self.get_output_embeddings()(out.last_hidden_state[0, logprobs.index], logprobs)
+        return found, load_balancing_loss(self, out.router_logits)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
@@ -116,6 +130,21 @@ def _rope_types(parameters: dict[str, Any]) -> set[str]:
     """Return the rope types of a config, one for all layers or one for each kind of layer."""
     kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     return {each.get("rope_type", "default") for each in kinds}
+
+
+def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> None:
+    """Raise NumericsError, naming the fields, where two configs differ in what may decide a bit.
+
+    Compared are the fields that the class of configs declares; others are of no model code.
+    """
+    fields = (type(mine)().to_dict().keys() - NO_NUMERICS) | {"model_type", "quantization_config"}
+    here = mine.to_dict()
+    there = theirs.to_dict()
+    differences = [
+        f"{f} is {there.get(f)!r}, not {here.get(f)!r}" for f in sorted(fields) if here.get(f) != there.get(f)
+    ]
+    if differences:
+        raise NumericsError("its config.json asks for other numerics: " + "; ".join(differences))
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
@@ -174,6 +203,7 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
     check.batches()
     if check.head is not None:
         check.plain()
+    connect_routers(model)
 
 
 @torch.no_grad()

@@ -32,12 +32,15 @@ def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> Caches:
 
 
 def hidden_states(
-    model: PreTrainedModel, given: Tensor, layout: ops.PagedLayout, kv_caches: Caches | None = None
+    model: PreTrainedModel, given: Tensor, layout: ops.PagedLayout, kv_caches: Caches | None = None, **more: Any
 ) -> Tensor:
-    """Return the hidden states [T, H] of token ids [T], or of hidden states [T, H] of the stage before."""
+    """Return the hidden states [T, H] of token ids [T], or of hidden states [T, H] of the stage before.
+
+    more: other arguments of the layers.
+    """
     positions = layout.on(model.device).positions.long()[None]
     return model.base_model(
-        **_named(given), position_ids=positions, use_cache=False, layout=layout, kv_caches=kv_caches
+        **_named(given), position_ids=positions, use_cache=False, layout=layout, kv_caches=kv_caches, **more
     ).last_hidden_state[0]
 
 

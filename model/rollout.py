@@ -20,6 +20,7 @@ from .exact import is_exact
 from .experts import is_experts, pack_experts
 from .linear import ExactLinear, products
 from .roles import ExactRMSNorm
+from .routing import hand_over
 from .selfcheck import SelfCheck
 
 
@@ -91,6 +92,7 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor | Residual, **kwargs) -> Tensor | Residual:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
+        hand_over(self, kwargs)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         update = module.mlp(module.post_attention_layernorm(hidden_states))

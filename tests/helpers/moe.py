@@ -15,7 +15,14 @@ MOE = {
     "granitemoe": (GraniteMoeConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "glm4_moe": (
         Glm4MoeConfig,
-        {"n_routed_experts": 6, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        },
     ),
 }
 
@@ -29,3 +36,9 @@ def tiny_moe(family: str, seed: int = 0, dtype=torch.float32, **overrides):
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
     return model
+
+
+def save_tiny_moe(folder, family: str, **settings):
+    """Write a tiny model with texts that are far from flat, and return its folder."""
+    tiny_moe(family, **{"initializer_range": 0.3, "max_position_embeddings": 512, **settings}).save_pretrained(folder)
+    return folder
