@@ -48,7 +48,16 @@ class Sample(Sequence):
 
     def __getstate__(self) -> dict:
         """The state that goes to a replica: with the tokens, without KV, which is computed again there."""
-        kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text", "routed_experts"
+        kept = (
+            "token_ids",
+            "cache_salt",
+            "sampled",
+            "versions",
+            "finish_reason",
+            "stop_reason",
+            "text",
+            "routed_experts",
+        )
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
         fresh.reported = len(self.sampled)
         fresh.reported_end = self.finish_reason is not None

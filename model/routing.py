@@ -28,8 +28,7 @@ class RoutedExperts:
     """What becomes of the choices of routers in a packed batch of T tokens.
 
     given: int64 [T, layers, k], ids in any order that take the place of a router's own; a row of -1 leaves it its own.
-    noted: [rows, layers, k], where each router writes its own choice, in ascending order; at: int64 [T], the row of each
-    token.
+    noted: [rows, layers, k], where each router writes its own choice, ascending; at: int64 [T], the row of each token.
     """
 
     given: Tensor | None = None
@@ -44,9 +43,9 @@ class RoutedExperts:
         given: Sequence[np.ndarray | Tensor | None] | None,
         note: bool = False,
     ) -> RoutedExperts:
-        """Return what is given for sequences of these lengths (see `checked_ids`). note: note the routers' choices, too.
+        """Return what is given for sequences of these lengths; see `checked_ids`.
 
-        ValueError for a model without experts.
+        note: note the routers' own choices, too. ValueError for a model without experts.
         """
         layers, experts, k = expert_sizes(model)
         device = next(model.parameters()).device
@@ -148,8 +147,8 @@ def checked_ids(model: nn.Module, given: Sequence[np.ndarray | Tensor | None], l
     """Return ids to replay for sequences of these lengths, int64 [sum of lengths, layers, k].
 
     given: of each sequence int [length or length - 1, layers, k], with -1 where a router is to choose by itself, or
-    None. The last token needs no row: nothing follows it. ValueError, naming what is wrong, for other shapes, ids out of
-    range, and rows that hold an expert twice or are -1 in part.
+    None. The last token needs no row: nothing follows it. ValueError, naming what is wrong, for other shapes, ids out
+    of range, and rows that hold an expert twice or are -1 in part.
     """
     layers, _, k = expert_sizes(model)
     if len(given) != len(lengths):

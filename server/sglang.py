@@ -218,7 +218,9 @@ async def generate(body: GenerateBody, server: Served):
     requests: list[GenerateRequest] = []
     writers: list[_Writer] = []
     samples = 0
-    for prompt, name, (sampling, logprobs, start, top, experts, experts_start) in zip(prompts, rids, settings, strict=True):
+    for prompt, name, (sampling, logprobs, start, top, experts, experts_start) in zip(
+        prompts, rids, settings, strict=True
+    ):
         alternatives = (top or 0) if logprobs else 0
         scored = logprobs and start is not None and start >= 0
         writers.append(_Writer(server, body, name, samples, bool(logprobs), start if scored else None, alternatives))

@@ -154,4 +154,6 @@ def test_more_than_256_experts(tmp_path):
     )[0]
     (completion,) = output.completions
     assert completion.routed_experts.dtype == np.uint16 and completion.routed_experts.max() > 255
-    assert np.array_equal(completion.routed_experts, trainers_experts(exact_model(path), [7, 8, 9, *completion.token_ids]))
+    assert np.array_equal(
+        completion.routed_experts, trainers_experts(exact_model(path), [7, 8, 9, *completion.token_ids])
+    )

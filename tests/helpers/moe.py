@@ -15,7 +15,14 @@ MOE = {
     "granitemoe": (GraniteMoeConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "glm4_moe": (
         Glm4MoeConfig,
-        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        },
     ),
 }
 

@@ -49,7 +49,9 @@ def own_experts(model):
 def foreign_experts(model, seed=0):
     """Random ones, of each router as many as there are."""
     rng = np.random.default_rng(seed)
-    found = [np.zeros((len(s) - 1, *ids.shape[1:]), np.int32) for s, ids in zip(SEQUENCES, own_experts(model), strict=True)]
+    found = [
+        np.zeros((len(s) - 1, *ids.shape[1:]), np.int32) for s, ids in zip(SEQUENCES, own_experts(model), strict=True)
+    ]
     for layer, router in routers(model).items():
         for ids in found:
             for row in ids[:, layer]:
@@ -140,7 +142,11 @@ def test_rollouts_are_scored_again_with_their_experts(paths):
     outputs = LLM(path, kv_cache_memory_bytes=1 << 20).generate([[*range(3, 40)], [7, 8]], params, use_tqdm=False)
     pairs = [(o.prompt_token_ids, c.token_ids) for o in outputs for c in o.completions]
     completions = [c for o in outputs for c in o.completions]
-    for experts in ([c.routed_experts for c in completions], [None] * 6, [None, *(c.routed_experts for c in completions[1:])]):
+    for experts in (
+        [c.routed_experts for c in completions],
+        [None] * 6,
+        [None, *(c.routed_experts for c in completions[1:])],
+    ):
         found = [logprobs.tolist() for logprobs, _ in rescore(model, pairs, params, routed_experts=experts)]
         assert found == [c.logprobs for c in completions]
     wrong = [(c.routed_experts + 1) % 5 for c in completions]

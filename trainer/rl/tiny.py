@@ -24,9 +24,7 @@ PAD = "<pad>"
 EOS = "<eos>"
 
 
-def make_tiny_model(
-    folder: str | os.PathLike, alphabet: str, seed: int = 0, experts: bool = False, **config
-) -> None:
+def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, experts: bool = False, **config) -> None:
     """Write a random Llama of 0.8 M parameters with a tokenizer of single characters; `config` overrides its own.
 
     experts: a Qwen3-MoE instead, of 1.9 M parameters, 0.7 M of which a token meets: 8 experts, 2 per token.
