@@ -85,8 +85,9 @@ def diagnose(
     the two policies to compare; those of staleness need the records' current_logprobs."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)
-    replay = ReplayReport(model) if model is not None and routers(model) else None
-    if replay is not None:
+    replay = None
+    if model is not None and routers(model):
+        replay = ReplayReport(model)
         rollouts = scored_with_replay(rollouts, model, params or SamplingParams(), replay)
     elif model is not None:
         rollouts = scored(rollouts, model, params or SamplingParams())

@@ -63,9 +63,9 @@ def experts_of(rollout: Rollout, model: PreTrainedModel) -> Tensor | None:
     if rollout.routed_experts is None:
         return None
     layers, _, k = expert_sizes(model)
-    prompt = [] if rollout.prompt_token_ids is None else rollout.prompt_token_ids
+    prompt = 0 if rollout.prompt_token_ids is None else len(rollout.prompt_token_ids)
     try:
-        ids = shape_ids(rollout.routed_experts, len(prompt) + len(rollout.token_ids), layers, k)
+        ids = shape_ids(rollout.routed_experts, prompt + len(rollout.token_ids), layers, k)
     except ValueError as error:
         raise RolloutFormatError(f"{rollout.source}: {error}") from error
     return torch.from_numpy(ids.astype("int64"))

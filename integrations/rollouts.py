@@ -357,7 +357,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 _ARRAY_PICKLES: list[Any] = [  # what a pickled array of integers or floats names
-    np.ndarray, np.dtype, np._core.multiarray._reconstruct, *(type(np.dtype(kind)) for kind in "BHiqfd"),
+    np.ndarray, np.dtype, np.empty(0).__reduce__()[0], *(type(np.dtype(kind)) for kind in "BHiqfd"),
 ]  # fmt: skip
 
 

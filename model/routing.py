@@ -38,7 +38,7 @@ class RoutedExperts:
     @classmethod
     def of_batch(
         cls,
-        model: nn.Module,
+        model: PreTrainedModel,
         lengths: Sequence[int],
         given: Sequence[np.ndarray | Tensor | None] | None,
         note: bool = False,
@@ -68,7 +68,7 @@ class RoutedExperts:
         return torch.where(ids < 0, own, ids)
 
 
-def routers(model: nn.Module) -> dict[int, Any]:
+def routers(model: Any) -> dict[int, Any]:
     """Return the router of each decoder layer that has one, by the layer's number in this model."""
     layers = model.get_decoder().layers
     return {i: m for i, layer in enumerate(layers) for m in layer.modules() if is_router(m)}
@@ -101,12 +101,13 @@ def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> None:
 def connect_routers(model: PreTrainedModel) -> None:
     """Have the layers of a mixture of experts take `routed_experts`, an argument of the model's forward."""
     found = routers(model)
-    for number, layer in enumerate(model.get_decoder().layers if found else []):
+    layers: Any = model.get_decoder().layers
+    for number, layer in enumerate(layers if found else []):
         layer.__class__ = type(type(layer).__name__, (RoutingLayer, type(layer)), {})
         layer.router = (number, found.get(number))
 
 
-def expert_sizes(model: nn.Module) -> tuple[int, int, int]:
+def expert_sizes(model: Any) -> tuple[int, int, int]:
     """Return the layers of a model, the most experts that a router of it has, and the most that it chooses; 0: none."""
     found = [router.routing for router in routers(model).values()]
     experts = max((routing.num_experts for routing in found), default=0)
@@ -143,7 +144,7 @@ def new_routing_cache(model: PreTrainedModel, num_blocks: int) -> Tensor | None:
     return torch.zeros(shape, dtype=torch.uint8 if experts <= 256 else torch.int16, device=model.device)
 
 
-def checked_ids(model: nn.Module, given: Sequence[np.ndarray | Tensor | None], lengths: Sequence[int]) -> Tensor:
+def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | None], lengths: Sequence[int]) -> Tensor:
     """Return ids to replay for sequences of these lengths, int64 [sum of lengths, layers, k].
 
     given: of each sequence int [length or length - 1, layers, k], with -1 where a router is to choose by itself, or
