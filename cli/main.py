@@ -148,8 +148,14 @@ def verify(
     plant_fault: Annotated[
         str | None, typer.Option(help="Falsify this module's output in its last bits, to see it fail.")
     ] = None,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Print how the model's modules compute instead; a config is enough.")
+    ] = False,
 ) -> None:
     """Prove on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
+    if coverage:
+        _print_coverage(model, engine)
+        return
     from ..trainer.verify import verify as run
     from .report import number
 
@@ -167,6 +173,22 @@ def verify(
     console.print(f"[red]max |rollout - trainer| = {worst:.3g}: NOT equal[/red]")
     console.print(f"first difference: {report.fault}", markup=False)
     raise typer.Exit(1)
+
+
+def _print_coverage(model: str, engine: Settings) -> None:
+    """Print how each class of a model's modules computes. Exit code 1 if something isn't covered."""
+    from ..model.survey import survey
+
+    found = survey(model, engine["dtype"], engine["device"])
+    if found.problem is not None:
+        console.print(f"{found.model_type}: not covered. {found.problem}", markup=False)
+        raise typer.Exit(1)
+    table = Table("class", "modules", "computes as")
+    for kind, count, how in found.rows:
+        table.add_row(kind, str(count), how)
+    console.print(table)
+    known = "" if found.tested else ", though the tests don't cover this family"
+    console.print(f"{found.model_type}: covered{known}", highlight=False)
 
 
 @app.command()

@@ -4,6 +4,7 @@ checkpoints work as they do on the original."""
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
 from .coverage import cover_rest
 from .experts import use_exact_experts
+from .families import TESTED
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
 from .paged import plain_call, random_input
@@ -26,6 +28,7 @@ from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
 
+logger = logging.getLogger(__name__)
 NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
     "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
     "initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
@@ -296,6 +299,10 @@ def exact_model(
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
     model = prepare(model.to(device).eval(), path, exact)
+    if exact and config.model_type not in TESTED:
+        logger.warning(
+            "%s: model type %r isn't one that the tests cover; it passed all checks", path, config.model_type
+        )
     if adapter is not None and not exact:
         raise ValueError("an adapter needs exact=True; for comparison use peft on a model with exact=False")
     return model if adapter is None else adapt(model, adapter)  # type: ignore[return-value]

@@ -124,7 +124,7 @@ def keep_layers(model: PreTrainedModel, layers: Layers) -> None:
             setattr(config, name, values[slice(*layers)])
     config.num_hidden_layers = layers[1] - layers[0]
     for module in base.layers.modules():
-        if hasattr(module, "layer_idx"):
+        if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx -= layers[0]
     model.first_layer = layers[0]  # type: ignore[assignment]
     if layers[0]:

@@ -13,9 +13,11 @@ from ..backend import ExpertPlan
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import _panel_product, pack
 from .simd import PANEL, fma, matmul_panel, narrow, widen
+from .transpose import copy_rows, transpose
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
 _PACKING_COST = 24  # where the panel has to be packed first
+_OUTER_ROWS = 64  # of an outer product, that stay in L1
 
 
 @serial
@@ -51,7 +53,7 @@ def _plan(ids, pairs, places, ends):
 def _shares(ends, tiles, parts, fixed_cost):
     """Return the experts that have rows, and where each of `parts` shares of the items begins and the last one ends.
 
-    Item i is tile i // experts of expert i % experts: neighbours read other weights, but write the same columns.
+    Item i is tile i % tiles of active expert i // tiles: an expert's rows stay in cache for all of its tiles.
     """
     active = np.empty(ends.size, np.int64)
     costs = np.empty(ends.size + 1, np.int64)
@@ -63,9 +65,12 @@ def _shares(ends, tiles, parts, fixed_cost):
             costs[count + 1] = costs[count] + fixed_cost + rows
             count += 1
     starts = np.empty(parts + 1, np.int64)
-    for part in range(parts):
-        tile, rest = divmod(costs[count] * tiles * part // parts, max(costs[count], 1))
-        starts[part] = tile * count + np.searchsorted(costs[: count + 1], rest)
+    starts[0] = i = 0
+    for part in range(1, parts):
+        cost = costs[count] * part // parts
+        while costs[i + 1] <= cost and i + 1 < count:
+            i += 1
+        starts[part] = i * tiles + (cost - costs[i]) * tiles // max(costs[i + 1] - costs[i], 1)
     starts[parts] = tiles * count
     return active[:count], starts
 
@@ -83,47 +88,66 @@ def _grouped_packed(x, panels, ends, parts, out):
     active, starts = _shares(ends, tiles, parts, _FIXED_COST)
     for part in prange(parts):
         for item in range(starts[part], starts[part + 1]):
-            p, e = item // active.size, active[item % active.size]
-            after = min(item + 1, tiles * active.size - 1)
-            following = panels[active[after % active.size], after // active.size]
+            e, p = active[item // tiles], item % tiles
+            after = min(item + 1, starts[part + 1] - 1)
             first, last = ends[e - 1] if e else 0, ends[e]
             _clear_panel(p, out[first:last])
+            following = panels[active[after // tiles], after % tiles]
             _panel_product(x[first:last], panels[e, p], p, out[first:last], following)
 
 
 @parallel
-def _grouped_unpacked(x, weight, ends, parts, out):
-    features, depth = weight.shape[1], weight.shape[2]
-    active, starts = _shares(ends, (features + PANEL - 1) // PANEL, parts, _PACKING_COST)
+def _grouped_unpacked(x, weight, by_depth, ends, parts, out):
+    """weight [E, features, depth], or by_depth [E, depth, features]."""
+    features, depth = out.shape[1], x.shape[1]
+    tiles = (features + PANEL - 1) // PANEL
+    active, starts = _shares(ends, tiles, parts, _PACKING_COST)
     for part in prange(parts):
         panel = np.zeros((depth, PANEL), np.float32)
         for item in range(starts[part], starts[part + 1]):
-            p, e = item // active.size, active[item % active.size]
-            for j in range(min(PANEL, features - p * PANEL)):
-                for k in range(depth):
-                    panel[k, j] = widen(weight[e, p * PANEL + j, k])
+            e, p = active[item // tiles], item % tiles
+            if by_depth:
+                copy_rows(weight[e, :, p * PANEL : (p + 1) * PANEL], panel)
+            else:
+                transpose(weight[e, p * PANEL : (p + 1) * PANEL], panel)
             first, last = ends[e - 1] if e else 0, ends[e]
             _clear_panel(p, out[first:last])
             _panel_product(x[first:last], panel, p, out[first:last], panel)
 
 
+@inline
+def _outer(left, panel, columns, out):
+    """Set out to left @ panel; left [N, rows], panel [rows, PANEL], of which the first `columns` count."""
+    features, rows = left.shape
+    total = np.empty((_OUTER_ROWS, PANEL), np.float32)
+    ahead = panel.ctypes.data
+    for start in range(0, features, _OUTER_ROWS):
+        count = min(_OUTER_ROWS, features - start)
+        total[:] = float32(0.0)
+        source = left.ctypes.data + 4 * start * rows
+        matmul_panel(source, rows, panel, 0, PANEL, rows, total.ctypes.data, PANEL, count, ahead)
+        for r in range(count):
+            for j in range(columns):
+                out[start + r, j] = narrow(total[r, j], out[start + r, j])
+
+
 @parallel
 def _grouped_outer(x, y, ends, parts, out):
-    """x fp32 [N, P], the rows as columns; y fp32 [P, K]."""
-    width, depth = y.shape[1], x.shape[0]
+    features, width = x.shape[1], y.shape[1]
     tiles = (width + PANEL - 1) // PANEL
-    for item in prange(tiles * ends.size):
-        p, e = item // ends.size, item % ends.size
-        first, last = ends[e - 1] if e else 0, ends[e]
-        count = min(PANEL, width - p * PANEL)
-        panel = np.zeros((last - first, PANEL), np.float32)
-        panel[:, :count] = y[first:last, p * PANEL : p * PANEL + count]
-        total = np.zeros((depth, PANEL), np.float32)
-        source, ahead = x.ctypes.data + 4 * first, panel.ctypes.data
-        matmul_panel(source, x.shape[1], panel, 0, PANEL, last - first, total.ctypes.data, PANEL, depth, ahead)
-        for r in range(depth):
-            for j in range(count):
-                out[e, r, p * PANEL + j] = narrow(total[r, j], out[e, r, p * PANEL + j])
+    active, starts = _shares(ends, tiles, parts, _PACKING_COST)
+    for part in prange(parts):
+        left = np.empty((0, 0), np.float32)
+        for item in range(starts[part], starts[part + 1]):
+            e, p = active[item // tiles], item % tiles
+            first, last = ends[e - 1] if e else 0, ends[e]
+            if p == 0 or item == starts[part]:
+                left = np.empty((features, last - first), np.float32)
+                transpose(x[first:last], left)
+            columns = min(PANEL, width - p * PANEL)
+            panel = np.zeros((last - first, PANEL), np.float32)
+            copy_rows(y[first:last, p * PANEL : p * PANEL + columns], panel)
+            _outer(left, panel, columns, out[e, :, p * PANEL :])
 
 
 @elementwise
@@ -175,18 +199,20 @@ def grouped_packed(
 def grouped_unpacked(
     x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+    """Return the bits of `grouped_packed` for weights [E, features, depth], or the transpose of such."""
     rows = _rows(x, plan, gather)
     out = torch.empty(rows.shape[0], weight.shape[1])
-    _grouped_unpacked(rows, storage(weight), plan.ends.numpy(), torch.get_num_threads(), out.numpy())
+    by_depth = not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+    kept = storage(weight.transpose(1, 2) if by_depth else weight.contiguous())
+    _grouped_unpacked(rows, kept, by_depth, plan.ends.numpy(), torch.get_num_threads(), out.numpy())
     return out.to(dtype)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
     """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`; x [P, N], y [P, K]."""
-    out = torch.empty(plan.ends.numel(), x.shape[1], y.shape[1], dtype=dtype)
-    wide, columns = x.float().t().contiguous(), y.float().contiguous()
-    _grouped_outer(wide.numpy(), columns.numpy(), plan.ends.numpy(), torch.get_num_threads(), own_storage(out))
+    out = torch.zeros(plan.ends.numel(), x.shape[1], y.shape[1], dtype=dtype)
+    left, right = x.float().contiguous(), y.float().contiguous()
+    _grouped_outer(left.numpy(), right.numpy(), plan.ends.numpy(), torch.get_num_threads(), own_storage(out))
     return out
 
 

@@ -1,0 +1,100 @@
+"""A matrix or its transpose, copied to fp32 by whole vectors: so a weight's panel is packed as fast as memory is read."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from .simd import _HALVES, _I32, LANES, _load_vector, _store_vector, widen
+
+
+def _make_square(stored: str):
+    """Make the op that writes the transpose of LANES x LANES elements; it takes addresses, and strides in bytes.
+
+    log2(LANES) times, row i and row i + LANES / 2 are interleaved to rows 2 i and 2 i + 1: the perfect shuffle.
+    """
+    low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
+    shuffles = [ir.Constant(ir.VectorType(_I32, LANES), [lane + half for lane in low]) for half in (0, LANES // 2)]
+
+    @intrinsic
+    def square(typingctx, source, source_stride, target, target_stride):
+        def codegen(context, builder, signature, args):
+            source, source_stride, target, target_stride = args
+            rows = []
+            for i in range(LANES):
+                place = builder.add(source, builder.mul(source_stride, ir.Constant(source_stride.type, i)))
+                rows.append(_load_vector(builder, place, stored))
+            for _ in range(LANES.bit_length() - 1):
+                pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+                rows = [builder.shuffle_vector(a, b, mask) for a, b in pairs for mask in shuffles]
+            for i, row in enumerate(rows):
+                place = builder.add(target, builder.mul(target_stride, ir.Constant(target_stride.type, i)))
+                _store_vector(builder, row, place)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), codegen
+
+    return square
+
+
+def _make_copy(stored: str):
+    """Make the op that writes LANES elements as fp32; it takes addresses."""
+
+    @intrinsic
+    def copy(typingctx, source, target):
+        def codegen(context, builder, signature, args):
+            _store_vector(builder, _load_vector(builder, args[0], stored), args[1])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return copy
+
+
+def copy_rows(x, out):
+    """Write x to the first columns of out, fp32; the rows of x and of out are contiguous."""
+    raise NotImplementedError("for compiled callers")
+
+
+@overload(copy_rows, jit_options={"error_model": "numpy", "nogil": True})
+def _copy_rows_by_storage(x, out):
+    stored = _HALVES.get(x.dtype, "float32")
+    copy = _make_copy(stored)
+
+    def by_vectors(x, out):
+        rows, columns = x.shape
+        whole = columns - columns % LANES
+        for i in range(rows):
+            source, target = x.ctypes.data + i * x.strides[0], out.ctypes.data + i * out.strides[0]
+            for j in range(0, whole, LANES):
+                copy(source + j * x.strides[1], target + j * out.strides[1])
+            for j in range(whole, columns):
+                out[i, j] = widen(x[i, j])
+
+    by_vectors.__qualname__ = f"copy_rows_{stored}"  # numba names the machine code after it
+    return by_vectors
+
+
+def transpose(x, out):
+    """Write x.T to the first columns of out, fp32; the rows of x and of out are contiguous."""
+    raise NotImplementedError("for compiled callers")
+
+
+@overload(transpose, jit_options={"error_model": "numpy", "nogil": True})
+def _transpose_by_storage(x, out):
+    stored = _HALVES.get(x.dtype, "float32")
+    square = _make_square(stored)
+
+    def by_squares(x, out):
+        rows, columns = x.shape
+        for j in range(0, rows - rows % LANES, LANES):
+            for k in range(0, columns - columns % LANES, LANES):
+                source = x.ctypes.data + j * x.strides[0] + k * x.strides[1]
+                target = out.ctypes.data + k * out.strides[0] + j * out.strides[1]
+                square(source, x.strides[0], target, out.strides[0])
+        for j in range(rows):
+            whole = j < rows - rows % LANES
+            for k in range(columns - columns % LANES if whole else 0, columns):
+                out[k, j] = widen(x[j, k])
+
+    by_squares.__qualname__ = f"transpose_{stored}"  # numba names the machine code after it
+    return by_squares
