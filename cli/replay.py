@@ -45,17 +45,20 @@ def scored_with_replay(
     asked, again, given, waiting = itertools.tee(rollouts, 4)
     vocab = model.config.vocab_size
     own = rescore(model, (pair_of(r, vocab) for r in asked), params, note_experts=True)
-    replayed = rescore(
-        model, (pair_of(r, vocab) for r in again), params, routed_experts=(experts_of(r, model) for r in given)
-    )
-    for rollout, (logprobs, best, chosen), (forced, _) in zip(waiting, own, replayed, strict=True):
+    pairs = (pair_of(r, vocab) for r in again if r.routed_experts is not None)
+    replayed = rescore(model, pairs, params, routed_experts=filter(_known, (experts_of(r, model) for r in given)))
+    for rollout, (logprobs, best, chosen) in zip(waiting, own, strict=True):
         rollout.reference = logprobs.double().numpy()
         rollout.best_token_ids = best.numpy()
         experts = experts_of(rollout, model)
         if experts is not None:
-            rollout.replayed = forced.double().numpy()
-            report.routing.add(torch.as_tensor(experts), chosen[: len(experts)])
+            rollout.replayed = next(replayed)[0].double().numpy()
+            report.routing.add(experts, chosen[: len(experts)])
         yield rollout
+
+
+def _known(experts: Tensor | None) -> bool:
+    return experts is not None
 
 
 def experts_of(rollout: Rollout, model: PreTrainedModel) -> Tensor | None:

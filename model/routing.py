@@ -159,7 +159,10 @@ def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | No
     for number, (ids, length) in enumerate(zip(given, lengths, strict=True)):
         if ids is not None:
             name = f"routed_experts[{number}]"
-            ids = torch.as_tensor(np.asarray(ids, np.int64))
+            array = ids.numpy(force=True) if isinstance(ids, Tensor) else np.asarray(ids)
+            if array.dtype.kind not in "iu":
+                raise ValueError(f"{name} holds {array.dtype}, expected integers")
+            ids = torch.from_numpy(array.astype(np.int64))
             if ids.shape not in ((length, layers, k), (length - 1, layers, k)):
                 raise ValueError(
                     f"{name} has shape {list(ids.shape)}, expected {[length - 1, layers, k]}: tokens, but the last one "
