@@ -294,7 +294,7 @@ def diagnose(
     report.check_target(page)
     scorer, decode = _scorer(model, engine)
     result = mismatch.diagnose(rollouts, scorer, params, ratio=ratio)
-    rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
+    rest = {name: getattr(result, name) for name in ("worst", "trainer_gap", "replay", "warnings")}
     title = f"Mismatch of {Path(rollouts).name}"
     report.give(console, title, report.diagnosis(result, decode), page, result.summary | rest if as_json else None)
 

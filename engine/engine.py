@@ -29,7 +29,8 @@ class Engine(ABC):
     `check_fits`, `wake` and `stats`.
 
     contract: the numerics, None where they are not exact. max_model_len, capacity: tokens of a sequence, and of the KV
-    cache. has_experts: it knows the experts of each token. requests: those that are unfinished. paused: whoever steps the engine stops until it is False again.
+    cache. has_experts: it notes the experts of each token. requests: those that are unfinished. paused: whoever steps
+    the engine stops until it is False again.
     """
 
     config: EngineConfig

@@ -38,8 +38,9 @@ def shape_ids(ids: np.ndarray, tokens: int, layers: int, k: int) -> np.ndarray:
 
     The last token may have a row, too, which is dropped: nothing follows it.
     """
-    rows = -1 if ids.size % (layers * k) else ids.size // (layers * k)
-    if rows not in (tokens - 1, tokens):
+    rows, rest = divmod(ids.size, layers * k)
+    fits = ids.ndim < 3 or ids.shape[1:] == (layers, k)
+    if rest or not fits or rows not in (tokens - 1, tokens):
         raise ValueError(
             f"routed experts have shape {list(ids.shape)}, expected {[tokens - 1, layers, k]}: tokens of prompt and "
             "completion but the last, layers, experts of a token"

@@ -112,7 +112,7 @@ class ModelRunner:
     def read_experts(self, slots: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens in these KV slots, integers [slots, layers, k]; k is 0 in a dense stage."""
         if self.routing_cache is None:
-            return np.empty((len(slots), len(self.model.base_model.layers), 0), np.uint8)
+            return np.empty((len(slots), self.model.config.num_hidden_layers, 0), np.uint8)
         rows = self.routing_cache.flatten(0, 1)[torch.from_numpy(slots).to(self.model.device)]
         return rows.cpu().numpy()
 

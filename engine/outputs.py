@@ -31,7 +31,7 @@ class Completion:
     finished: ids of the experts of each token of prompt and completion but the last, ascending, uint8 (uint16 where
     there are more than 256) [prompt + completion - 1, layers, k], zeros in layers without experts. They are those of
     the weights that the KV at the end was computed under. Where a request ended early, before its tokens had KV
-    (again), int32 with rows of -1.
+    (again), int32 with rows of -1; None if it was aborted in a replica.
 
     With RequestOutputKind.DELTA the lists and the text hold what is new; spans count from the completion's start.
     """

@@ -28,9 +28,9 @@ class Rollout:
     token_ids int64, -1 where a dump holds none (Miles); rollout, old, current, reference f64: log-probs under the
     engine that sampled, the trainer at rollout time, the trainer now, and an exact re-scoring; mask bool, None for all;
     advantages f64; top_token_ids, best_token_ids int64: the most likely token at each position, of the engine (-1 where
-    it didn't say) and of the re-scoring; the latter is not in files. routed_experts: integers, the experts of each token
-    of prompt and completion but perhaps the last one, in each layer: [tokens, layers, k], or flat. group: names the
-    samples of one prompt.
+    it didn't say) and of the re-scoring; the latter is not in files. routed_experts: integers, each token's experts in
+    each layer, [tokens of prompt and completion but perhaps the last, layers, k], or flat; replayed f64: log-probs of
+    an exact re-scoring with these, not in files. group: names the samples of one prompt.
     provenance: what made it (model checksum, contract hash, sampling parameters). source: where it was read, for error
     messages.
     """
@@ -48,6 +48,7 @@ class Rollout:
     top_token_ids: np.ndarray | None = None
     best_token_ids: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    replayed: np.ndarray | None = None
     provenance: dict[str, Any] | None = None
     source: str = ""
 
@@ -356,7 +357,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 _ARRAY_PICKLES: list[Any] = [  # what a pickled array of integers or floats names
-    np.ndarray, np.dtype, np._core.multiarray._reconstruct, *(type(np.dtype(kind)) for kind in "BHiqfd"),
+    np.ndarray, np.dtype, np.empty(0).__reduce__()[0], *(type(np.dtype(kind)) for kind in "BHiqfd"),
 ]  # fmt: skip
 
 

@@ -28,8 +28,7 @@ class RoutedExperts:
     """What becomes of the choices of routers in a packed batch of T tokens.
 
     given: int64 [T, layers, k], ids in any order that take the place of a router's own; a row of -1 leaves it its own.
-    noted: [rows, layers, k], where each router writes its own choice, in ascending order; at: int64 [T], the row of each
-    token.
+    noted: [rows, layers, k], where each router writes its own choice, ascending; at: int64 [T], the row of each token.
     """
 
     given: Tensor | None = None
@@ -39,14 +38,14 @@ class RoutedExperts:
     @classmethod
     def of_batch(
         cls,
-        model: nn.Module,
+        model: PreTrainedModel,
         lengths: Sequence[int],
         given: Sequence[np.ndarray | Tensor | None] | None,
         note: bool = False,
     ) -> RoutedExperts:
-        """Return what is given for sequences of these lengths (see `checked_ids`). note: note the routers' choices, too.
+        """Return what is given for sequences of these lengths; see `checked_ids`.
 
-        ValueError for a model without experts.
+        note: note the routers' own choices, too. ValueError for a model without experts.
         """
         layers, experts, k = expert_sizes(model)
         device = next(model.parameters()).device
@@ -69,7 +68,7 @@ class RoutedExperts:
         return torch.where(ids < 0, own, ids)
 
 
-def routers(model: nn.Module) -> dict[int, Any]:
+def routers(model: Any) -> dict[int, Any]:
     """Return the router of each decoder layer that has one, by the layer's number in this model."""
     layers = model.get_decoder().layers
     return {i: m for i, layer in enumerate(layers) for m in layer.modules() if is_router(m)}
@@ -102,12 +101,13 @@ def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> None:
 def connect_routers(model: PreTrainedModel) -> None:
     """Have the layers of a mixture of experts take `routed_experts`, an argument of the model's forward."""
     found = routers(model)
-    for number, layer in enumerate(model.get_decoder().layers if found else []):
+    layers: Any = model.get_decoder().layers
+    for number, layer in enumerate(layers if found else []):
         layer.__class__ = type(type(layer).__name__, (RoutingLayer, type(layer)), {})
         layer.router = (number, found.get(number))
 
 
-def expert_sizes(model: nn.Module) -> tuple[int, int, int]:
+def expert_sizes(model: Any) -> tuple[int, int, int]:
     """Return the layers of a model, the most experts that a router of it has, and the most that it chooses; 0: none."""
     found = [router.routing for router in routers(model).values()]
     experts = max((routing.num_experts for routing in found), default=0)
@@ -144,12 +144,12 @@ def new_routing_cache(model: PreTrainedModel, num_blocks: int) -> Tensor | None:
     return torch.zeros(shape, dtype=torch.uint8 if experts <= 256 else torch.int16, device=model.device)
 
 
-def checked_ids(model: nn.Module, given: Sequence[np.ndarray | Tensor | None], lengths: Sequence[int]) -> Tensor:
+def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | None], lengths: Sequence[int]) -> Tensor:
     """Return ids to replay for sequences of these lengths, int64 [sum of lengths, layers, k].
 
     given: of each sequence int [length or length - 1, layers, k], with -1 where a router is to choose by itself, or
-    None. The last token needs no row: nothing follows it. ValueError, naming what is wrong, for other shapes, ids out of
-    range, and rows that hold an expert twice or are -1 in part.
+    None. The last token needs no row: nothing follows it. ValueError, naming what is wrong, for other shapes, ids out
+    of range, and rows that hold an expert twice or are -1 in part.
     """
     layers, _, k = expert_sizes(model)
     if len(given) != len(lengths):
@@ -159,7 +159,10 @@ def checked_ids(model: nn.Module, given: Sequence[np.ndarray | Tensor | None], l
     for number, (ids, length) in enumerate(zip(given, lengths, strict=True)):
         if ids is not None:
             name = f"routed_experts[{number}]"
-            ids = torch.as_tensor(np.asarray(ids, np.int64))
+            array = ids.numpy(force=True) if isinstance(ids, Tensor) else np.asarray(ids)
+            if array.dtype.kind not in "iu":
+                raise ValueError(f"{name} holds {array.dtype}, expected integers")
+            ids = torch.from_numpy(array.astype(np.int64))
             if ids.shape not in ((length, layers, k), (length - 1, layers, k)):
                 raise ValueError(
                     f"{name} has shape {list(ids.shape)}, expected {[length - 1, layers, k]}: tokens, but the last one "

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .checkpoint import CheckpointError, manifest, resolve
 from .exact import check_config, check_structure, load_config, parse_dtype, prepare
 from .linear import UnsupportedModelError
-from .stored import by_tensor, stored_pieces
+from .stored import by_tensor, stored_pieces, stored_state
 
 Layers = tuple[int, int]  # from, up to
 _PARTS = {"embed_tokens", "layers", "norm"}
@@ -157,11 +157,10 @@ def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dic
     """A stage's own tensors by their names in it; CheckpointError unless they are what its config says."""
     stored = manifest(resolve(path))
     pieces = by_tensor(stored_pieces(model))
-    state = model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
-    for name in {id(p): name for name, p in reversed(state.items())}.values():  # tied ones once
-        whole = torch.empty(state[name].shape, dtype=state[name].dtype)
+    for name, empty in stored_state(model).items():
+        whole = torch.empty(empty.shape, dtype=empty.dtype)
         found[name] = whole
         places = {name: whole}
         if shift_layer(name, first_layer) not in stored and name in pieces:

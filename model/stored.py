@@ -6,12 +6,11 @@ transformers stacks a layer's experts in one parameter; on a hub each projection
 from __future__ import annotations
 
 import bisect
-import copy
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -30,6 +29,13 @@ class Piece(NamedTuple):
         return flat[self.start : self.start + self.rows].view(self.shape)
 
 
+def stored_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a checkpoint has, tied ones once, under their first names."""
+    state = model.state_dict(keep_vars=True)
+    firsts = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: tensor for name, tensor in state.items() if firsts[id(tensor)] == name}
+
+
 def stored_pieces(model: PreTrainedModel) -> dict[str, Piece]:
     """Return the places of stored tensors by name, without those that have the name of the model's own tensor.
 
@@ -38,7 +44,8 @@ def stored_pieces(model: PreTrainedModel) -> dict[str, Piece]:
     """
     state = model.state_dict()
     marked, starts = _number_rows(state)
-    bare = copy.copy(model)
+    bare = object.__new__(type(model))  # a copy, of FSDP2's classes, too
+    vars(bare).update(vars(model))
     vars(bare).pop("_weight_conversions", None)  # what from_pretrained needed for its files, which may be stacked
     names = list(starts)
     firsts = list(starts.values())

@@ -53,8 +53,8 @@ def token_logprobs(
     and must not run the wrapper's hooks again. tokenizer: the engine's; structured_outputs need it, and prompt_lens.
 
     routed_experts: for each sequence the experts that its tokens go to, or None, instead of those that routers choose
-    (R3, arXiv 2510.11370): int [tokens - 1 or tokens, layers, k] in any order, as `Completion.routed_experts`; -1 leaves
-    a token its router's choice. Their weights are the router's own, so gradients reach it.
+    (R3, arXiv 2510.11370): int [tokens - 1 or tokens, layers, k] in any order, as `Completion.routed_experts`; -1
+    leaves a token its router's choice. Their weights are the router's own, so gradients reach it.
     """
     params = sampling_params or SamplingParams()
     if (params.min_tokens or params.structured_outputs) and prompt_lens is None:

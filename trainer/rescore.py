@@ -28,20 +28,25 @@ def rescore(
     max_num_batched_tokens: int = 4096,
     share_prefixes: bool = True,
     tokenizer: Any = None,
-    routed_experts: Iterable[np.ndarray | None] | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,
+    note_experts: bool = False,
+) -> Iterator[tuple[Tensor, ...]]:
     """Exact log-probs of rollouts of any origin, packed to a token budget: those of `token_logprobs`, bit for bit.
 
     rollouts: (prompt token ids, completion token ids), read as needed. Yields, in their order, the completion's
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
     share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
     tokenizer: the engine's, where sampling_params has structured_outputs. routed_experts: of each rollout, as
-    `token_logprobs` takes them; those with some share nothing.
+    `token_logprobs` takes them; those with some share nothing. note_experts: yield the model's own, too, int64 [tokens
+    of prompt and completion, layers, k]; then nothing is shared.
     """
     params = sampling_params or SamplingParams()
-    for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes, routed_experts):
+    for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes, routed_experts, note_experts):
         found, _ = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
-        yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
+        columns = [found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts)]
+        if batch.routed is not None and batch.routed.noted is not None:
+            columns.append(batch.routed.noted.cpu().split(batch.layout.lengths))
+        yield from zip(*columns, strict=True)
 
 
 def packed_batches(
@@ -49,7 +54,7 @@ def packed_batches(
     rollouts: Iterable[Pair],
     budget: int,
     share_prefixes: bool = True,
-    routed_experts: Iterable[np.ndarray | None] | None = None,
+    routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,
     note_experts: bool = False,
 ) -> Iterator[PackedBatch]:
     """Yield batches of at most `budget` tokens to compute; see `rescore`. note_experts: see `PackedBatch.of`."""
@@ -59,7 +64,7 @@ def packed_batches(
     rows: list[Tensor] = []
     counts: list[int] = []
     shared: list[int] = []
-    given: list[np.ndarray | None] = []
+    given: list[np.ndarray | Tensor | None] = []
     size = 0
 
     def batch() -> PackedBatch:

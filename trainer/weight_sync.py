@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..engine.weights.group import WHOLE
 from ..engine.weights.spec import buckets, checksum, full_tensors
 from ..model.adapter import WEIGHTS, adapter_state, is_adapted, load_adapter_config
-from ..model.stored import Piece, by_tensor, stored_pieces
+from ..model.stored import Piece, by_tensor, stored_pieces, stored_state
 from .atomic import publish, sync
 from .fsdp import together
 
@@ -40,7 +40,7 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     target = pathlib.Path(folder)
     draft = target.with_name(f".{target.name}.incomplete")
     adapted = is_adapted(model)
-    state = adapter_state(model) if adapted else _stored_state(model)
+    state = adapter_state(model) if adapted else stored_state(model)
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
     alike = together if sharded else nullcontext
@@ -86,13 +86,6 @@ def _tensors(state: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
     """(name, tensor) of the state, gathered. keep=False: without their values, only to take part."""
     for name, tensor in full_tensors(state):
         yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
-
-
-def _stored_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a checkpoint has, tied ones once."""
-    state = model.state_dict(keep_vars=True)
-    firsts = {id(tensor): name for name, tensor in reversed(state.items())}
-    return {name: tensor for name, tensor in state.items() if firsts[id(tensor)] == name}
 
 
 def _as_stored(

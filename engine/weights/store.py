@@ -218,13 +218,14 @@ class StagedWeights:
             self._check_tied(name, tensor, self.tensors[first])
             return
         memory = store.recycled.pop(first, None)
-        packed = next(filter(None, (packed_of(*place) for place in store.places[first])), None)
+        packed: Any = next(filter(None, (packed_of(*place) for place in store.places[first])), None)
         if packed is not None:
             self.tensors[first] = packed.pack(tensor, memory)
         else:
             self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
 
     def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | Packed) -> None:
+        assert not isinstance(staged, ops.PackedExperts), "experts are never tied"
         if isinstance(staged, ops.PackedWeight):
             staged = staged.rows(torch.arange(staged.features, device=self.store.device))
         if not torch.equal(staged, tensor):

@@ -160,6 +160,7 @@ BAD = {
     "range": (lambda ids: np.where(ids == ids.max(), 5, ids), r"\[0\]: token \d has an expert of 5 that isn't there"),
     "negative": (lambda ids: np.where(ids == ids.max(), -2, ids), "an expert of 5 that isn't there"),
     "twice": (lambda ids: np.repeat(ids[..., :1], 2, -1), r"token 0 has an expert twice in layer 0: \[\d, \d\]"),
+    "floats": (lambda ids: ids + 0.5, r"\[0\] holds float64, expected integers"),
     "half": (lambda ids: np.where(np.arange(2) == 0, -1, ids), "an expert of 5 that isn't there"),
 }
 
