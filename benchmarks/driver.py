@@ -80,7 +80,7 @@ class NoModel(Executor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.info = ModelInfo(None, (), WeightTable({}, {}), 20_000, 0, 0, 0)
+        self.info = ModelInfo(None, (), WeightTable({}, {}), 20_000, 0, 0, 0, 0)
         self.times: list[float] = []
         self.limit = 10**9
 

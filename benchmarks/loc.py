@@ -11,15 +11,15 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 3950,
+    "engine + scheduler + model": 5000,
     "cluster": 930,
-    "trainer": 565,
+    "trainer": 610,
     "trainer/rl": 1060,
-    "correction": 685,
+    "correction": 735,
     "correction/calibration": 565,
     "integrations": 2150,
-    "server": 2000,
-    "cli": 1500,
+    "server": 2250,
+    "cli": 1620,
     "kernels": None,
     "kernels/triton": None,
 }

@@ -21,7 +21,8 @@ from ..engine import SamplingParams
 from ..integrations.corrections import from_plain
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts
 from . import provenance as origin
-from .mismatch import packed, pair_of, scored
+from .mismatch import packed, scored
+from .provenance import pair_of
 from .scores import token_scores
 
 

@@ -99,9 +99,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_API_KEY", help="Key for all routes.")] = None,
-    admin_key: Annotated[str | None, typer.Option(envvar="SAMEBITS_ADMIN_KEY", help="Key to control it.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
+    api_key_file: Annotated[Path | None, typer.Option(help="Holds the key for all routes.")] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(help="Holds the key to control it.")] = None,
+    control_port: Annotated[int, typer.Option(help="Port of control without an admin key; 0: a free one.")] = 0,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get 503.")] = 1024,
+    max_logprobs: Annotated[int, typer.Option(min=0, max=1000, help="Most alternatives per token.")] = 20,
+    max_reply_logprobs: Annotated[int, typer.Option(min=1, help="Most log-probs of one reply.")] = 2**21,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
     tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
@@ -110,23 +113,27 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
 
-    Without an admin key, the routes that control the server answer this machine only.
+    The environment variables SAMEBITS_API_KEY and SAMEBITS_ADMIN_KEY may hold the keys instead of files. Without an
+    admin key, the routes that control the server answer this machine only, on a port of their own (--control-port; with
+    the number of --port, on that one: not behind a proxy).
     """
     import logging
     from concurrent.futures import ThreadPoolExecutor
 
     from ..engine import LLM
-    from ..server.auth import Guard
+    from ..server.auth import Guard, read_key
     from ..server.serve import serve as run
 
+    guard = Guard(read_key(api_key_file, "SAMEBITS_API_KEY"), read_key(admin_key_file, "SAMEBITS_ADMIN_KEY"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
         llm = loader.submit(LLM, model, **engine).result()
-    where = (served_model_name or model, host, port, Guard(api_key, admin_key), shutdown_timeout)
+    where = (served_model_name or model, host, port, guard, shutdown_timeout, control_port)
     try:
-        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout, tool_parser=tool_parser,
+        run(llm, *where, max_waiting=max_waiting, max_logprobs=max_logprobs, max_reply_logprobs=max_reply_logprobs,
+            transfer_timeout=transfer_timeout, tool_parser=tool_parser,
             kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
     finally:
         llm.close()
@@ -141,8 +148,14 @@ def verify(
     plant_fault: Annotated[
         str | None, typer.Option(help="Falsify this module's output in its last bits, to see it fail.")
     ] = None,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Print how the model's modules compute instead; a config is enough.")
+    ] = False,
 ) -> None:
     """Prove on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
+    if coverage:
+        _print_coverage(model, engine)
+        return
     from ..trainer.verify import verify as run
     from .report import number
 
@@ -160,6 +173,22 @@ def verify(
     console.print(f"[red]max |rollout - trainer| = {worst:.3g}: NOT equal[/red]")
     console.print(f"first difference: {report.fault}", markup=False)
     raise typer.Exit(1)
+
+
+def _print_coverage(model: str, engine: Settings) -> None:
+    """Print how each class of a model's modules computes. Exit code 1 if something isn't covered."""
+    from ..model.survey import survey
+
+    found = survey(model, engine["dtype"], engine["device"])
+    if found.problem is not None:
+        console.print(f"{found.model_type}: not covered. {found.problem}", markup=False)
+        raise typer.Exit(1)
+    table = Table("class", "modules", "computes as")
+    for kind, count, how in found.rows:
+        table.add_row(kind, str(count), how)
+    console.print(table)
+    known = "" if found.tested else ", though the tests don't cover this family"
+    console.print(f"{found.model_type}: covered{known}", highlight=False)
 
 
 @app.command()
@@ -265,7 +294,7 @@ def diagnose(
     report.check_target(page)
     scorer, decode = _scorer(model, engine)
     result = mismatch.diagnose(rollouts, scorer, params, ratio=ratio)
-    rest = {"worst": result.worst, "trainer_gap": result.trainer_gap, "warnings": result.warnings}
+    rest = {name: getattr(result, name) for name in ("worst", "trainer_gap", "replay", "warnings")}
     title = f"Mismatch of {Path(rollouts).name}"
     report.give(console, title, report.diagnosis(result, decode), page, result.summary | rest if as_json else None)
 

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,9 @@ from ..correction.statistics import Ratio
 from ..engine import LLM, SamplingParams
 from ..engine.weights.spec import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
-from .provenance import check_ids, provenance_of
+from ..model.routing import routers
+from .provenance import pair_of, provenance_of
+from .replay import ReplayReport, scored_with_replay
 
 TOKENS_PER_BATCH = 1 << 18
 CONTEXT = 12  # tokens shown before a worst token
@@ -31,13 +33,14 @@ CONTEXT = 12  # tokens shown before a worst token
 class Report:
     """A measured mismatch. summary: see `Diagnosis.summary`; worst: the tokens with the largest |d|, in context;
     trainer_gap: the largest |reference - old| where a file holds the trainer's own log-probs beside the re-scored ones;
-    warnings: sentences.
+    replay: of a mixture of experts, see `ReplayReport.summary`; warnings: sentences.
     """
 
     summary: dict[str, Any]
     survival: tuple[list[float], list[float]]
     worst: list[dict[str, Any]] = field(default_factory=list)
     trainer_gap: float | None = None
+    replay: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -53,7 +56,7 @@ def scored(rollouts: Iterable[Rollout], model: PreTrainedModel, params: Sampling
         yield rollout
 
 
-def packed(rollouts: list[Rollout], trainer: Literal["old", "reference"]) -> LogProbs:
+def packed(rollouts: list[Rollout], trainer: Literal["old", "reference", "replayed"]) -> LogProbs:
     """One batch without padding. trainer: what stands for the trainer's log-probs, the file's or the re-scored ones."""
 
     def joined(name: str) -> torch.Tensor | None:
@@ -82,7 +85,11 @@ def diagnose(
     the two policies to compare; those of staleness need the records' current_logprobs."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)
-    if model is not None:
+    replay = None
+    if model is not None and routers(model):
+        replay = ReplayReport(model)
+        rollouts = scored_with_replay(rollouts, model, params or SamplingParams(), replay)
+    elif model is not None:
         rollouts = scored(rollouts, model, params or SamplingParams())
     bar = tqdm(rollouts, desc="Reading" if model is None else "Scoring", unit="seq", delay=2, disable=not use_tqdm)
     diagnosis = Diagnosis(ratio)
@@ -95,6 +102,9 @@ def diagnose(
             missing = next(r for r in batch if r.current is None)
             raise RolloutFormatError(f"{missing.source}: no current_logprobs; expected them for the ratio {ratio}")
         d = diagnosis.add(lp, _flips(batch)[lp.mask])
+        if replay is not None and (known := [r for r in batch if r.replayed is not None]):
+            replay.own.add(packed(known, "reference"))
+            replay.replayed.add(packed(known, "replayed"))
         found += _worst(batch, lp, d, worst, ratio)
         found = heapq.nlargest(worst, found, key=lambda token: token["abs"])
         if any(r.old is None for r in batch):
@@ -113,7 +123,7 @@ def diagnose(
     hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
     warnings = [f"{_COPIED} {hint}"] if copied else []
     gap = None if model is None or copied or not gaps else max(gaps)
-    return Report(summary, diagnosis.survival(), found, gap, warnings)
+    return Report(summary, diagnosis.survival(), found, gap, None if replay is None else replay.summary(), warnings)
 
 
 _COPIED = (
@@ -154,19 +164,11 @@ def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int, rati
     return tokens
 
 
-def pair_of(rollout: Rollout, vocab_size: int) -> tuple[list[int], list[int]]:
-    """(prompt, completion) as token ids. Raises RolloutFormatError where there are none, or not the model's."""
-    prompt = rollout.prompt_token_ids
-    check_ids(rollout, vocab_size)
-    if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
-        raise RolloutFormatError(f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids")
-    return prompt.tolist(), rollout.token_ids.tolist()
-
-
 def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> int:
     """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's."""
     with prompts.open("rb") as file:
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
+    params = replace(params, routed_experts=llm.engine.has_experts)
     outputs = llm.generate(list(asked.values()), params)
     contract = llm.contract  # None where the engine is not exact
     provenance = None if contract is None else provenance_of(llm.weight_checksums(), contract, params)
@@ -179,8 +181,9 @@ def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> i
                 logprobs = np.array(c.logprobs)
                 prompt = np.array(output.prompt_token_ids)
                 yield Rollout(
-                    np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group), provenance=provenance
-                )
+                    np.array(c.token_ids), logprobs, prompt, old=logprobs, group=str(group), provenance=provenance,
+                    routed_experts=c.routed_experts,
+                )  # fmt: skip
 
     write_rollouts(out, rollouts())
     return sum(len(o.completions) for o in outputs)

@@ -15,6 +15,7 @@ from ..engine import SamplingParams
 from ..engine.weights.spec import checksum
 from ..integrations.rollouts import Rollout, RolloutFormatError
 from ..kernels.contract import Contract
+from ..model.stored import stored_state
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _COPY = -20.0  # nats: two draws of a less likely sequence are a copy
@@ -32,7 +33,7 @@ def provenance_of(checksums: dict[str, str], contract: Contract, params: Samplin
 def expected_provenance(model: PreTrainedModel, params: SamplingParams) -> dict[str, Any]:
     """The provenance that rollouts of an exact engine with this model must have."""
     contract = Contract.of(model.dtype, model.device)
-    return provenance_of({name: checksum([p.detach()]) for name, p in model.named_parameters()}, contract, params)
+    return provenance_of({name: checksum([p.detach()]) for name, p in stored_state(model).items()}, contract, params)
 
 
 def check_reference(rollouts: Iterable[Rollout], expected: dict[str, Any]) -> None:
@@ -136,6 +137,15 @@ def check_groups(rollouts: Iterable[Rollout], prompts: dict[str, Rollout]) -> No
                 f"{rollout.source}: group {rollout.group!r} has another prompt than in {other.source}; expected equal "
                 "prompt_token_ids in all records of a group, in the reference's too"
             )
+
+
+def pair_of(rollout: Rollout, vocab_size: int) -> tuple[list[int], list[int]]:
+    """(prompt, completion) as token ids. Raises RolloutFormatError where there are none, or not the model's."""
+    prompt = rollout.prompt_token_ids
+    check_ids(rollout, vocab_size)
+    if prompt is None or not len(prompt) or (rollout.token_ids < 0).any():
+        raise RolloutFormatError(f"{rollout.source}: no token ids to score; expected prompt_token_ids and token_ids")
+    return prompt.tolist(), rollout.token_ids.tolist()
 
 
 def check_ids(rollout: Rollout, vocab_size: int) -> None:

@@ -63,6 +63,8 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
     parts.append(Plot("How large are the differences?", "sizes", partial(plots.sizes, found)))
     parts.append(Plot("Which tokens differ?", "by_probability", partial(plots.by_probability, found)))
     parts.append(Plot("Could whole sequences be weighted?", "feasibility", partial(plots.feasibility, found)))
+    if found.replay is not None:
+        parts += _routing(found.replay)
     for key, name in (("by_probability", "token probability"), ("by_position", "position"), ("by_length", "length")):
         bins = [[number(row[c]) for c in _BIN_COLUMNS] for row in found.summary[key]]
         parts.append(Text(f"By {name}", _table(_BIN_COLUMNS, bins), detail=key != "by_probability"))
@@ -76,6 +78,19 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
             worst.append([*cells, _in_context(w, decode)])
     header = ("|d|", "engine", "trainer", "position", "token, in context")
     return [*parts, Text("Largest differences", _table(header, worst), detail=True)]
+
+
+def _routing(s: dict[str, Any]) -> list[Part]:
+    """What a mixture's experts have to do with the mismatch."""
+    text = (
+        f"The engine's experts differ from the model's in {s['sets_differ']:.2%} of all (token, layer) places, in some "
+        f"layer of {s['tokens_differ']:.2%} of the tokens. Replaying the engine's (R3) would leave:"
+    )
+    rows = [[_HEADLINES[key], number(s["own"][key]), number(s["replayed"][key])] for key in s["own"]]
+    table = _table(("d = log-prob of old - of rollout", "the model's own experts", "the engine's, replayed"), rows)
+    columns = ("layer", "sets_differ", "overlap")
+    layers = [[number(row[c]) for c in columns] for row in s["by_layer"]]
+    return [Text("Experts", f"{text}\n\n{table}"), Text("Experts by layer", _table(columns, layers), detail=True)]
 
 
 def _mismatch_verdict(found: Report) -> Text:

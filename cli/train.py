@@ -16,7 +16,7 @@ from .options import ENGINE, SAMPLING, Options, with_options
 if TYPE_CHECKING:
     from ..trainer.rl import Trainer
 
-TINY = "tiny"
+TINY = "tiny", "tiny-moe"
 LOG = "log.jsonl"
 TINY_DEFAULTS = {"lr": 3e-4, "groups_per_step": 64}
 TRAINING = Options.of("trainer/rl/config.py", "TrainConfig", {"group_size": "-n"})
@@ -33,7 +33,9 @@ def train(
     sampling: dict[str, Any],
     engine: dict[str, Any],
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Checkpoint, hub id, 'smollm2', or 'tiny': made from scratch.")],
+    model: Annotated[
+        str, typer.Option(help="Checkpoint, hub id, 'smollm2', or 'tiny' or 'tiny-moe': made from scratch.")
+    ],
     task: Annotated[str, typer.Option(help="arithmetic, sorting, brackets, or a .jsonl of prompts and answers.")],
     output_dir: Annotated[Path, typer.Option(help="Log, checkpoints and plots; an earlier run there is resumed.")],
     correction: Annotated[str, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = "none",
@@ -77,14 +79,14 @@ def train(
     engine = ENGINE.changed(engine)
     if kv_cache_gib is not None:
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    tiny = model == TINY
+    tiny = model in TINY
     if tiny:
         sources = {name: context.get_parameter_source(name) for name in TINY_DEFAULTS}
         training |= {
             name: TINY_DEFAULTS[name] for name, source in sources.items() if source and source.name == "DEFAULT"
         }
     config = TrainConfig(
-        model=str(output_dir / TINY) if tiny else model,
+        model=str(output_dir / model) if tiny else model,
         correction=preset(correction),
         sampling=SamplingParams(**sampling),
         output_dir=output_dir,
@@ -94,9 +96,9 @@ def train(
     console = Console(quiet=dist.get_rank() > 0)
     if tiny:
         until = 0.2 if supervise_until is None else supervise_until
-        _make_tiny(output_dir / TINY, problems, until, config.seed, console)
+        _make_tiny(output_dir / model, problems, until, config.seed, console)
     elif supervise_until is not None:
-        raise ValueError("--supervise-until is for --model tiny")
+        raise ValueError("--supervise-until is for --model tiny and tiny-moe")
     llm = None
     if engine_url is not None:
         from ..engine import LLM
@@ -140,7 +142,7 @@ def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) ->
                 raise ValueError(f"{folder} was made for another task: it lacks {''.join(sorted(missing))}")
             return
         draft = folder.with_name(f".{folder.name}.untrained")
-        make_tiny_model(draft, task.alphabet, seed)
+        make_tiny_model(draft, task.alphabet, seed, experts=folder.name == "tiny-moe")
         model = exact_model(draft)
         tokenizer = AutoTokenizer.from_pretrained(draft)
         with console.status("learning from solved problems") as status:

@@ -93,6 +93,7 @@ class ReplicatedEngine(WorkerEngine):
             check_alike(models[0], model)
         self.contract = models[0].contract
         self.eos_token_ids = models[0].eos_token_ids
+        self.has_experts = models[0].num_experts > 0
         self.table = models[0].table
         self.weight_bytes = sum(m.weight_bytes for m in models)
         self.kv_cache_bytes = sum(m.kv_cache_bytes for m in models)

@@ -20,6 +20,7 @@ from .config import EngineConfig
 from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, WorkerEngine
 from .executor import Executor, StepResult
+from .expert_reader import ExpertReader
 from .interrupts import deferred_interrupt
 from .outputs import EngineStats
 from .planner import Planner
@@ -57,6 +58,7 @@ class EngineCore(WorkerEngine):
         self.contract = executor.info.contract
         self.eos_token_ids = executor.info.eos_token_ids
         self.max_model_len = max_model_len(path, config)
+        self.has_experts = executor.info.num_experts > 0
         self.table = executor.info.table
         self.weight_bytes = executor.info.weight_bytes
         self.kv_cache_bytes = executor.info.kv_cache_bytes
@@ -79,6 +81,7 @@ class EngineCore(WorkerEngine):
         self._next_seq_id = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
+        self.expert_reader = ExpertReader(executor, blocks.block_size)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -117,8 +120,10 @@ class EngineCore(WorkerEngine):
         for sample in request.samples:
             sample.siblings = []
         for sample in request.finish(reason, detail):
+            self.expert_reader.note_end(sample)
             if sample.seq_id not in unstarted:
                 self.scheduler.finish(sample)
+        self.expert_reader.read()
         del self.requests[request.request_id]
         self.outbox[request.request_id] = request
 
@@ -189,6 +194,7 @@ class EngineCore(WorkerEngine):
             raise
         for row, token in zip(step.rows, tokens, strict=True):
             self._receive(row, token)
+        self.expert_reader.read()
 
     def drain(self) -> None:
         """Take the tokens of all steps under way."""
@@ -222,6 +228,7 @@ class EngineCore(WorkerEngine):
             return
         self.outbox[request.request_id] = request
         if sample.finish_reason is not None:
+            self.expert_reader.note_end(sample)
             self.scheduler.finish(sample)
             if request.finished:
                 del self.requests[request.request_id]

@@ -29,7 +29,8 @@ class Engine(ABC):
     `check_fits`, `wake` and `stats`.
 
     contract: the numerics, None where they are not exact. max_model_len, capacity: tokens of a sequence, and of the KV
-    cache. requests: those that are unfinished. paused: whoever steps the engine stops until it is False again.
+    cache. has_experts: it notes the experts of each token. requests: those that are unfinished. paused: whoever steps
+    the engine stops until it is False again.
     """
 
     config: EngineConfig
@@ -39,6 +40,7 @@ class Engine(ABC):
     capacity: int
     weight_bytes: int
     kv_cache_bytes: int
+    has_experts = True  # a server elsewhere says itself that it has none
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}

@@ -47,7 +47,7 @@ class Executor(Workers):
 class ModelInfo:
     """Sizes of the model that an engine's workers hold. Bytes are those of all workers together.
 
-    stage_kv_bytes: the KV pool of the worker that has the largest.
+    stage_kv_bytes: the KV pool of the worker that has the largest. num_experts: the most of a layer; 0: there are none.
     """
 
     contract: Contract | None
@@ -57,6 +57,7 @@ class ModelInfo:
     weight_bytes: int
     kv_cache_bytes: int
     stage_kv_bytes: int
+    num_experts: int
 
     @classmethod
     def of(cls, workers: Sequence[WorkerInfo]) -> ModelInfo:
@@ -77,6 +78,7 @@ class ModelInfo:
             weight_bytes=sum(info.weight_bytes for info in workers),
             kv_cache_bytes=num_blocks * sum(info.block_bytes for info in workers),
             stage_kv_bytes=num_blocks * max(info.block_bytes for info in workers),
+            num_experts=max(info.num_experts for info in workers),
         )
 
 

@@ -186,6 +186,8 @@ class LLM:
         """A checked request for `add_request`. Changes nothing: other threads may call it with their own processor."""
         request = (processor or self.processor).process(prompt, params, request_id, self.config.enable_prefix_caching)
         self.engine.check_fits(request)
+        if params.routed_experts and not self.engine.has_experts:
+            raise ValueError(f"routed_experts: {self.path} is no mixture of experts, or runs with exact=False")
         return request
 
     def input_processor(self, tokenizer: Tokenizer | None) -> InputProcessor:

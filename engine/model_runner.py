@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from ..kernels import ops
 from ..model import attention
 from ..model.exact import LMHead
-from ..model.rollout import fuse, pack_weights
+from ..model.paged import group_size, hidden_states, new_kv_caches, random_input
+from ..model.rollout import prepare_rollout
+from ..model.routing import KEYWORD, RoutedExperts, new_routing_cache
 from .cuda_graphs import StepGraphs
 from .planner import Plan
 from .sampler import LOGIT_ROWS, SamplerOutput, sample
@@ -26,14 +28,13 @@ class ModelRunner:
         self.model = model
         model.set_attn_implementation(attention.PACKED)  # paged KV has no other
         self.num_blocks = num_blocks
-        self.kv_caches = self.new_kv_caches(model, num_blocks)
-        pack_weights(model)
-        fuse(model)
+        self.kv_caches = new_kv_caches(model, num_blocks)
+        self.routing_cache = new_routing_cache(model, num_blocks)
+        prepare_rollout(model)
         self._last_token_ids = torch.empty(0, dtype=torch.long)  # that the last step sampled
         self.graphs: StepGraphs | None = None
         if graph_limits is not None:
-            group = model.config.num_attention_heads // model.config.num_key_value_heads
-            self.graphs = StepGraphs(self._forward, model.device, group, *graph_limits)
+            self.graphs = StepGraphs(self._forward, model.device, group_size(model.config), *graph_limits)
 
     @property
     def head(self) -> LMHead | None:
@@ -41,27 +42,23 @@ class ModelRunner:
         return self.model.get_output_embeddings()
 
     @staticmethod
-    def new_kv_caches(model: PreTrainedModel, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """Return one (k, v) pair per layer."""
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = num_blocks, config.num_key_value_heads, head_dim
-        new = ops.backend(model.device).new_kv_cache
-        return [new(*shape, model.dtype, model.device) for _ in range(config.num_hidden_layers)]
-
-    @staticmethod
     def block_bytes(model: PreTrainedModel) -> int:
         """Return the bytes of one KV block over all layers."""
-        return sum(cache.nbytes for pair in ModelRunner.new_kv_caches(model, 1) for cache in pair)
+        caches = [cache for pair in new_kv_caches(model, 1) for cache in pair]
+        experts = new_routing_cache(model, 1)
+        return sum(cache.nbytes for cache in caches) + (0 if experts is None else experts[0].nbytes)
 
     def free_kv_cache(self) -> None:
         """Give the KV cache's memory back."""
         self.kv_caches = []
+        if self.routing_cache is not None:
+            self.routing_cache = self.routing_cache[:0].clone()
         self.release()
 
     def take_kv_cache(self) -> None:
         """Allocate the KV cache anew, empty."""
-        self.kv_caches = self.new_kv_caches(self.model, self.num_blocks)
+        self.kv_caches = new_kv_caches(self.model, self.num_blocks)
+        self.routing_cache = new_routing_cache(self.model, self.num_blocks)
 
     def release(self) -> None:
         """Give free memory back to the device, and forget graphs, whose KV or weights have gone."""
@@ -74,9 +71,9 @@ class ModelRunner:
         """Copy whole KV blocks, source to destination, in every layer."""
         if copies:
             source, destination = ops.to_device(np.array(copies, np.int64), self.model.device).unbind(1)
-            for caches in self.kv_caches:
-                for cache in caches:
-                    cache[destination] = cache[source]
+            caches = [cache for pair in self.kv_caches for cache in pair]
+            for cache in caches if self.routing_cache is None else [*caches, self.routing_cache]:
+                cache[destination] = cache[source]
 
     @torch.inference_mode()
     def run(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
@@ -106,11 +103,18 @@ class ModelRunner:
 
     def _forward(self, given: Tensor, layout: ops.PagedLayout) -> Tensor:
         """Return the hidden states of token ids [T], or of hidden states [T, hidden] of the stage before."""
-        name = "inputs_embeds" if given.is_floating_point() else "input_ids"
-        positions = layout.on(self.model.device).positions.long()[None]
-        return self.model.base_model(
-            **{name: given[None]}, position_ids=positions, use_cache=False, layout=layout, kv_caches=self.kv_caches
-        ).last_hidden_state[0]
+        if self.routing_cache is None:
+            return hidden_states(self.model, given, layout, self.kv_caches)
+        slots = layout.on(self.model.device).slot_mapping.long()  # -1 where a graph has no token: the spare block
+        routed = RoutedExperts(noted=self.routing_cache.flatten(0, 1), at=slots)
+        return hidden_states(self.model, given, layout, self.kv_caches, **{KEYWORD: routed})
+
+    def read_experts(self, slots: np.ndarray) -> np.ndarray:
+        """Return the experts of the tokens in these KV slots, integers [slots, layers, k]; k is 0 in a dense stage."""
+        if self.routing_cache is None:
+            return np.empty((len(slots), self.model.config.num_hidden_layers, 0), np.uint8)
+        rows = self.routing_cache.flatten(0, 1)[torch.from_numpy(slots).to(self.model.device)]
+        return rows.cpu().numpy()
 
     @staticmethod
     def peak_bytes(model: PreTrainedModel, tokens: int) -> int:
@@ -118,18 +122,15 @@ class ModelRunner:
         device, config = model.device, model.config
         most = config.max_position_embeddings
         lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
-        layout = ops.packed_layout(lengths, config.num_attention_heads // config.num_key_value_heads, device)
-        name, first = "inputs_embeds", torch.zeros(1, tokens, config.hidden_size, dtype=model.dtype, device=device)
-        if model.get_input_embeddings() is not None:
-            name, first = "input_ids", torch.zeros(1, tokens, dtype=torch.long, device=device)
+        layout = ops.packed_layout(lengths, group_size(config), device)
+        first = random_input(model, tokens)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         with torch.inference_mode():
-            positions = layout.on(device).positions.long()[None]
-            out = model.base_model(**{name: first}, position_ids=positions, use_cache=False, layout=layout)
+            out = hidden_states(model, first, layout)
             head = model.get_output_embeddings()
             if head is not None:
-                logits = head(out.last_hidden_state[0, :LOGIT_ROWS])
+                logits = head.logits(out[:LOGIT_ROWS])
                 ops.sample(logits, ops.RowParams.repeat(len(logits)), torch.full((len(logits),), -1, device=device))
         peak = torch.cuda.max_memory_allocated(device) - before
         del out, first, layout

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class VersionSpan:
@@ -25,7 +27,11 @@ class Completion:
 
     token_ids include the terminal EOS or stop token. finish_reason: "stop", "length", "abort", "error" or
     None (running); stop_reason: the stop string or token id, or what the error was. top_logprobs: per token
-    {token id: log-prob} of the most probable ones; ranks: the token's own place among all, from 1.
+    {token id: log-prob} of the most probable ones; ranks: the token's own place among all, from 1. routed_experts, once
+    finished: ids of the experts of each token of prompt and completion but the last, ascending, uint8 (uint16 where
+    there are more than 256) [prompt + completion - 1, layers, k], zeros in layers without experts. They are those of
+    the weights that the KV at the end was computed under. Where a request ended early, before its tokens had KV
+    (again), int32 with rows of -1; None if it was aborted in a replica.
 
     With RequestOutputKind.DELTA the lists and the text hold what is new; spans count from the completion's start.
     """
@@ -40,6 +46,7 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     raw_logprobs: list[float] | None = None
     ranks: list[int] | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def weight_version(self) -> int | None:
@@ -53,6 +60,7 @@ class RequestOutput:
 
     prompt_logprobs: one per prompt token; the first has no context: 0.0. prompt_top_logprobs and prompt_ranks: per
     prompt token, as for completions; {} and 0 for the first. num_cached_tokens: of the prompt, found in the cache.
+    seed: the request's own, or the one that was drawn for it; with it, the same call gives the same tokens.
     """
 
     request_id: str
@@ -64,6 +72,7 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     prompt_ranks: list[int] | None = None
     num_cached_tokens: int = field(default=0, compare=False)  # depends on what ran before
+    seed: int | None = field(default=None, compare=False)
 
 
 COUNTERS = (  # the fields of EngineStats that only grow

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..kernels import ops
+from ..model.paged import group_size
 from ..scheduler import Batch
 from .request import Sample
 from .sampler import LogitsRow, SamplingMetadata
@@ -35,7 +36,7 @@ class Planner:
 
     def __init__(self, config: PretrainedConfig, device: torch.device):
         self.kernels = ops.backend(device)
-        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.group = group_size(config)
 
     def plan(self, batch: Batch, block_copies: Seq[tuple[int, int]]) -> tuple[Plan, list[LogitsRow]]:
         """Return the plan, and the rows of logits whose tokens it gives."""

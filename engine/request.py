@@ -15,7 +15,7 @@ from .sampling_params import RequestOutputKind, SamplingParams
 from .structured_outputs import Constraint
 
 
-@dataclass
+@dataclass(slots=True)
 class SampledToken:
     """A token with its log-prob, and what more of its distribution was asked for."""
 
@@ -39,6 +39,7 @@ class Sample(Sequence):
         self.stop_reason: str | int | None = None
         self.text: str | None = None  # once finished
         self.stream: TextStream | None = None
+        self.routed_experts: np.ndarray | None = None  # once finished, where they are asked for
         self.constraint: Constraint | None = None  # of structured_outputs, where the sample runs
         self.needs_tokens = request.params.structured_outputs is not None
         self.reported = 0  # tokens, characters and end, as far as deltas have reported
@@ -47,7 +48,16 @@ class Sample(Sequence):
 
     def __getstate__(self) -> dict:
         """The state that goes to a replica: with the tokens, without KV, which is computed again there."""
-        kept = "token_ids", "cache_salt", "sampled", "versions", "finish_reason", "stop_reason", "text"
+        kept = (
+            "token_ids",
+            "cache_salt",
+            "sampled",
+            "versions",
+            "finish_reason",
+            "stop_reason",
+            "text",
+            "routed_experts",
+        )
         fresh = Sample(self.request, self.sample_index, self.max_tokens, self.use_prefix_cache)
         fresh.reported = len(self.sampled)
         fresh.reported_end = self.finish_reason is not None
@@ -181,6 +191,7 @@ class Request:
             prompt_top_logprobs=None if scores is None else [{}, *(s.top_logprobs or {} for s in scores)],
             prompt_ranks=None if scores is None else [0, *(s.rank for s in scores)],
             num_cached_tokens=self.samples[0].num_prefix_hit or 0,
+            seed=self.seed,
         )
 
     def _text(self, sample: Sample, tokenizer: Tokenizer | None) -> str | None:
@@ -215,6 +226,7 @@ class Request:
             top_logprobs=None if params.logprobs is None else [s.top_logprobs or {} for s in sampled],
             raw_logprobs=[s.raw_logprob for s in sampled] if params.raw_logprobs else None,  # type: ignore[misc]
             ranks=None if params.logprobs is None else [s.rank for s in sampled],
+            routed_experts=sample.routed_experts,
         )
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels import ops
+from ..model.exact import LMHead
 from .request import Sample, SampledToken
 
 LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
@@ -124,13 +125,13 @@ class SamplerOutput:
         return tokens
 
 
-def sample(head: nn.Module, hidden: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Return the tokens that the metadata asks for. hidden: of all tokens of the step, [T, hidden]; head: lm_head."""
     numbers = [torch.empty(0, 4, dtype=torch.float64, device=hidden.device)]
     alternatives: dict[int, tuple[Tensor, Tensor]] = {}
     for start in range(0, len(metadata), LOGIT_ROWS):
         part = metadata[start : start + LOGIT_ROWS]
-        logits = head(hidden[ops.to_device(part.tokens, hidden.device)])
+        logits = head.logits(hidden[ops.to_device(part.tokens, hidden.device)])
         found, best = _sample_logits(logits, part)
         numbers.append(found)
         alternatives |= {start + row: pair for row, pair in best.items()}

@@ -11,7 +11,9 @@ from .structured_outputs import StructuredOutputsParams
 
 MAX_N = 4096
 MAX_LOGPROBS = 1000
-_FLAGS = ("ignore_eos", "raw_logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_FLAGS = (
+    "ignore_eos", "raw_logprobs", "routed_experts", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
+)  # fmt: skip
 MIN_TEMPERATURE = 1e-6  # below, fp32 logits / temperature overflow
 
 
@@ -75,6 +77,10 @@ class SamplingParams:
     """Score the prompt's tokens, too, with this many alternatives each. True is 0, False is None."""
     raw_logprobs: bool = False
     """Also report the sampled token's log-prob at temperature 1 without filters."""
+    routed_experts: bool = False
+    """Report the experts of each token, of a mixture of experts; see `Completion`."""
+    routed_experts_prompt_start: int = 0
+    """The prompt's first token whose experts are reported."""
     detokenize: bool = True
     """Make text of the tokens."""
     skip_special_tokens: bool = True
@@ -107,6 +113,9 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        _integer("routed_experts_prompt_start", self.routed_experts_prompt_start, 0)
+        if self.routed_experts_prompt_start and not self.routed_experts:
+            raise ValueError("routed_experts_prompt_start says where routed_experts begin, which weren't asked for")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")

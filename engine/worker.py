@@ -18,6 +18,7 @@ from ..kernels import ops
 from ..kernels.contract import Contract
 from ..model.adapter import attach, describe, resolve_placements
 from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
+from ..model.routing import expert_sizes
 from ..model.stage import Layers, shift_layer, stage_model
 from .config import EngineConfig
 from .model_runner import ModelRunner
@@ -33,7 +34,10 @@ MAX_OPEN_UPDATES = 4  # whose tensors a worker holds at a time
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's description. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers."""
+    """A worker's description. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers.
+
+    num_experts: the most of a layer; 0: there are none.
+    """
 
     contract: Contract | None
     eos_token_ids: tuple[int, ...]
@@ -41,6 +45,7 @@ class WorkerInfo:
     weight_bytes: int
     block_bytes: int
     max_blocks: int
+    num_experts: int
 
 
 class Worker:
@@ -87,6 +92,7 @@ class Worker:
             weight_bytes=self.weight_bytes,
             block_bytes=block_bytes,
             max_blocks=self._max_blocks(block_bytes),
+            num_experts=expert_sizes(self.model)[1] if self.config.exact else 0,
         )
 
     def _max_blocks(self, block_bytes: int) -> int:
@@ -123,6 +129,10 @@ class Worker:
         hidden: what the stage before returned, if there is one.
         """
         return self.runner.run(plan, hidden)
+
+    def read_routed_experts(self, slots: np.ndarray) -> np.ndarray:
+        """Return the experts of the tokens in these KV slots, integers [slots, layers, k], in this worker's layers."""
+        return self.runner.read_experts(slots)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
+from ..engine.expert_wire import parse_ids
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, free_port
 from ..engine.weights.spec import full_tensors
@@ -34,7 +35,7 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Speaks to `samebits serve` at `url`.
+    """Speaks to `samebits serve` at `url`. On its machine, control calls go to its control port, if it has one.
 
     contract: the numerics that the server must have: a `Contract`, its hash, or None to take the server's. A different
     one is a NumericsError at once. key: the API key, or the admin key where control routes need it. timeout: seconds
@@ -48,6 +49,12 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._group: WeightGroup | None = None
+        self._control = self._http
+        info = self.get("/server_info")
+        self._limits, self._room = info["limits"], info["context_length"]
+        port = info.get("control_port")
+        if port is not None and self._http.base_url.host in ("127.0.0.1", "localhost", "::1"):
+            self._control = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=timeout)
         self.contract = Contract(**self.get("/v1/contract")["contract"])
         if contract is not None:
             self.contract.check(contract)
@@ -57,8 +64,8 @@ class Client:
         return self._checked(self._http.get(path))
 
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """The reply's JSON. Raises ServerError for another status than 200."""
-        return self._checked(self._http.post(path, json=body, timeout=timeout or self.timeout))
+        """The reply's JSON to a control call. Raises ServerError for another status than 200."""
+        return self._checked(self._control.post(path, json=body, timeout=timeout or self.timeout))
 
     def _checked(self, response: httpx.Response) -> Any:
         if response.is_success:
@@ -79,17 +86,41 @@ class Client:
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists."""
-        if not prompts:
-            return []
+        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists.
+
+        More than the server takes in one call becomes several calls, one after another.
+        """
         params = SamplingParams() if sampling_params is None else sampling_params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        outputs: list[RequestOutput] = []
+        for part in self._parts(prompts, each):
+            outputs += self._generate(prompts[part], each[part])
+        return outputs
+
+    def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
+        """The prompts that fit in a call together: by their samples, and by the log-probs that they may return."""
+        begin = sequences = values = 0
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            length = self._room if isinstance(prompt, str) else len(prompt)
+            tokens = p.n * min(p.max_tokens or self._room, self._room) + length * (p.prompt_logprobs is not None)
+            more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
+            sequences += p.n
+            values += more
+            if i > begin and (sequences > self._limits["sequences"] or values > self._limits["values"]):
+                yield slice(begin, i)
+                begin, sequences, values = i, p.n, more
+        if prompts:
+            yield slice(begin, len(prompts))
+
+    def _generate(self, prompts: Sequence[str | Sequence[int]], each: list[SamplingParams]) -> list[RequestOutput]:
         key = "text" if isinstance(prompts[0], str) else "input_ids"
         body = {
             key: [p if isinstance(p, str) else list(p) for p in prompts], "sampling_params": [_fields(p) for p in each],
             "return_logprob": True, "return_prompt_token_ids": True,
             "top_logprobs_num": [max(p.logprobs or 0, p.prompt_logprobs or 0) for p in each],
             "logprob_start_len": [-1 if p.prompt_logprobs is None else 0 for p in each],
+            "return_routed_experts": [p.routed_experts for p in each],
+            "routed_experts_start_len": [p.routed_experts_prompt_start for p in each],
         }  # fmt: skip
         response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
         found = iter(self._checked(response))
@@ -170,6 +201,7 @@ class Client:
         if self._group is not None:
             self._group.close()
         self._http.close()
+        self._control.close()
 
     def __enter__(self) -> Client:
         return self
@@ -203,7 +235,7 @@ def _output(prompt: str | Sequence[int], samples: list[dict], params: SamplingPa
         completions=[_completion(i, s, params) for i, s in enumerate(samples)],
         prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
-        num_cached_tokens=meta["cached_tokens"],
+        num_cached_tokens=meta["cached_tokens"], seed=meta["sampling_seed"],
     )  # fmt: skip
 
 
@@ -215,6 +247,7 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
     meta = sample["meta_info"]
     reason = meta["finish_reason"]
     matched = reason.get("matched")
+    experts = meta.get("routed_experts") is not None
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(
         index=index, token_ids=sample["output_ids"], text=sample["text"] if params.detokenize else None,
@@ -222,4 +255,5 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
         finish_reason=reason["type"], stop_reason=matched if named else None,
         weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
         top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,
+        routed_experts=parse_ids(meta["routed_experts"]).reshape(meta["routed_experts_shape"]) if experts else None,
     )  # fmt: skip

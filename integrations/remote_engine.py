@@ -158,6 +158,7 @@ def _fill(sample: Sample, completion: Completion) -> None:
     sample.finish_reason = completion.finish_reason
     sample.stop_reason = completion.stop_reason
     sample.text = completion.text
+    sample.routed_experts = completion.routed_experts
 
 
 def _tokens(

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 
 from ..correction.statistics import IMPOSSIBLE
+from ..engine.expert_wire import npy_text, parse_ids
 
 
 @dataclass
@@ -27,7 +28,9 @@ class Rollout:
     token_ids int64, -1 where a dump holds none (Miles); rollout, old, current, reference f64: log-probs under the
     engine that sampled, the trainer at rollout time, the trainer now, and an exact re-scoring; mask bool, None for all;
     advantages f64; top_token_ids, best_token_ids int64: the most likely token at each position, of the engine (-1 where
-    it didn't say) and of the re-scoring; the latter is not in files. group: names the samples of one prompt.
+    it didn't say) and of the re-scoring; the latter is not in files. routed_experts: integers, each token's experts in
+    each layer, [tokens of prompt and completion but perhaps the last, layers, k], or flat; replayed f64: log-probs of
+    an exact re-scoring with these, not in files. group: names the samples of one prompt.
     provenance: what made it (model checksum, contract hash, sampling parameters). source: where it was read, for error
     messages.
     """
@@ -44,6 +47,8 @@ class Rollout:
     group: str | None = None
     top_token_ids: np.ndarray | None = None
     best_token_ids: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
+    replayed: np.ndarray | None = None
     provenance: dict[str, Any] | None = None
     source: str = ""
 
@@ -76,8 +81,8 @@ def read_rollouts(path: str | Path, format: str | None = None) -> Iterator[Rollo
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
     """Plain JSONL: a line for each rollout, with the keys prompt_token_ids, token_ids, rollout_logprobs, old_logprobs,
-    current_logprobs, reference_logprobs, mask, advantages, reward, group, top_token_ids and provenance, where there is
-    a value.
+    current_logprobs, reference_logprobs, mask, advantages, reward, group, top_token_ids, routed_experts (a .npy file in
+    base64) and provenance, where there is a value.
 
     Log-probs of -inf, which JSON lacks, are written as -1000, which stands for them; NaN (outside the mask) as null.
     """
@@ -87,13 +92,18 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
             for key in record.keys() & _ARRAYS.keys():
                 array = np.where(record[key] == -np.inf, IMPOSSIBLE, record[key]) if key in _LOGPROBS else record[key]
                 record[key] = np.ascontiguousarray(array)
+            if rollout.routed_experts is not None:
+                record["routed_experts"] = npy_text(rollout.routed_experts)
             file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
 
 
 # --- records -------------------------------------------------------------------------------------------------------
 
 _LOGPROBS = {f"{name}_logprobs": name for name in ("rollout", "old", "current", "reference")}
-_SAME = ("token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids", "provenance")
+_SAME = (
+    "token_ids", "prompt_token_ids", "mask", "advantages", "reward", "group", "top_token_ids", "routed_experts",
+    "provenance",
+)  # fmt: skip
 _KEYS = _LOGPROBS | {name: name for name in _SAME}  # in files: in a Rollout
 _PER_TOKEN = ("token_ids", "mask", "top_token_ids", *_LOGPROBS)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -162,6 +172,9 @@ def _rollout(record: Mapping[str, Any], source: str) -> Rollout:
     provenance = record.get("provenance")
     if provenance is not None and not isinstance(provenance, Mapping):
         _fail(source, f"provenance is {provenance!r}", "an object")
+    if (routed := record.get("routed_experts")) is not None:
+        with _located(source, "routed experts as integers, nested or in base64"):
+            fields["routed_experts"] = parse_ids(routed)
     fields["provenance"] = provenance
     fields["reward"] = None if reward is None else float(reward)
     return Rollout(**fields, group=None if group is None else str(group), source=source)
@@ -223,6 +236,7 @@ def _vllm(response: Mapping[str, Any], source: str) -> Iterator[Rollout]:
         prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
         group = f"{response.get('id') or source}/{prompts.setdefault(tuple(prompt or ()), len(prompts))}"
         record = {"token_ids": ids, "rollout_logprobs": values or [], "top_token_ids": _top_ids(tops or ())}
+        record["routed_experts"] = choice.get("routed_experts")
         yield _rollout(record | {"prompt_token_ids": prompt, "group": group}, where)
 
 
@@ -259,6 +273,7 @@ def _sglang(reply: Mapping[str, Any], source: str) -> Rollout:
         _fail(source, "output_ids differ from the ids of output_token_logprobs", "the same tokens in both")
     record: dict[str, Any] = {"token_ids": ids, "rollout_logprobs": [logprob for logprob, _, _ in triples]}
     record["prompt_token_ids"] = reply.get("prompt_token_ids")
+    record["routed_experts"] = meta.get("routed_experts")
     scored = meta.get("input_token_logprobs") or ()
     if record["prompt_token_ids"] is None and len(scored) == meta.get("prompt_tokens"):
         record["prompt_token_ids"] = [token for _, token, _ in scored]  # logprob_start_len=0 lists the whole prompt
@@ -279,6 +294,7 @@ _NAMES = {  # in each of these, where a dump has another name than ours
     "prompt_token_ids": ("prompt_token_ids", "prompt_ids", "prompts", "prompt_token_ids"),
     "current_logprobs": ("current_logprobs", "current_logprobs", "current_logprobs", "train_log_probs"),
     "group": ("group", "group", "group", "group_index"),
+    "routed_experts": ("routed_experts", "routed_experts", "routed_experts", "rollout_routed_experts"),
 }
 
 
@@ -313,11 +329,20 @@ def _dump(path: Path, format: str | None) -> Iterator[Rollout]:
         format = format or next((signs[key] for key in data if key in signs), "npz")
         if format == "miles":
             for index, sample in enumerate(data["samples"]):
-                record = {key: _numpy(value) for key, value in _renamed(sample, format).items()}
-                unknown = np.full(len(record.get("rollout_logprobs", ())), -1)  # the dump holds no token ids
-                yield _rollout(record | {"token_ids": unknown}, f"{path}[{index}]")
+                yield _rollout(_sample(sample), f"{path}[{index}]")
         else:
             yield from _rows(path, data, format)
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample of Miles' policy_loss_debug, which holds no token ids, or of its or slime's rollout data."""
+    record = {key: _numpy(value) for key, value in _renamed(sample, "miles").items()}
+    if sample.get("tokens") is None:
+        return record | {"token_ids": np.full(len(record.get("rollout_logprobs", ())), -1)}
+    tokens = np.asarray(_numpy(sample["tokens"]))
+    start = len(tokens) - sample["response_length"]
+    mask = sample.get("loss_mask")
+    return record | {"token_ids": tokens[start:], "prompt_token_ids": tokens[:start], "mask": _numpy(mask)}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -326,8 +351,14 @@ def _load(path: Path) -> dict[str, Any]:
             return dict(file)
     import torch
 
-    data = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals(_ARRAY_PICKLES):
+        data = torch.load(path, map_location="cpu", weights_only=True)
     return {key: _numpy(value) for key, value in data.items() if value is not None}
+
+
+_ARRAY_PICKLES: list[Any] = [  # what a pickled array of integers or floats names
+    np.ndarray, np.dtype, np.empty(0).__reduce__()[0], *(type(np.dtype(kind)) for kind in "BHiqfd"),
+]  # fmt: skip
 
 
 def _numpy(value: Any) -> Any:
@@ -365,6 +396,8 @@ def _rows(path: Path, data: dict[str, Any], format: str) -> Iterator[Rollout]:
         if "attention_mask" in data:  # verl: over prompts and responses
             prompt_mask, valid = np.split(data["attention_mask"], [-shape[1]], axis=1)
         lengths = ((valid[:, ::-1] != 0).cumsum(1) > 0).sum(1)
+        if "routed_experts" in found and "attention_mask" in data:
+            found["routed_experts"] = _of_tokens(found["routed_experts"], data["attention_mask"])
         tokens: list[Any] = [(row, slice(length)) for row, length in enumerate(lengths)]
         places = dict.fromkeys(per_token, tokens)
         if prompt_mask is not None:
@@ -377,6 +410,15 @@ def _rows(path: Path, data: dict[str, Any], format: str) -> Iterator[Rollout]:
     for row in range(count):
         record = {key: array[places[key][row] if key in places else row] for key, array in found.items()}
         yield _rollout(record, f"{path}[{row}]")
+
+
+def _of_tokens(routed: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    """verl's experts [B, prompt + response, layers, k] of each row's tokens. A token of zeros was not recorded: -1."""
+    unknown = ~routed.any((2, 3), keepdims=True)
+    known = np.where(unknown, -1, routed.astype(np.int64))
+    rows = np.empty(len(known), object)
+    rows[:] = [ids[mask != 0] for ids, mask in zip(known, attention_mask, strict=True)]
+    return rows
 
 
 def _spans(path: Path, key: str, offsets: np.ndarray, found: dict[str, Any]) -> list[Any]:

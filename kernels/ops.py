@@ -111,6 +111,8 @@ def linear(
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, PackedWeight):
         out = _product(rows, weight, bias, exact, dtype or x.dtype)
+    elif weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"linear: x {list(x.shape)} doesn't fit a weight {list(weight.shape)}")
     else:
         out = apply(_Linear, rows, weight, bias, exact, dtype or x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -434,13 +436,24 @@ def logit_logprobs(logits: Tensor, targets: Tensor, params: RowParams) -> TokenL
     return TokenLogprobs(*apply(_LogitLogprobs, logits.contiguous(), targets, params))
 
 
+class LogitScale(NamedTuple):
+    """What a model does to its lm_head's product: times a number, or divided by it. Its own gradient, too."""
+
+    number: float
+    divides: bool
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits / self.number if self.divides else logits * self.number
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, params, chunk, exact):
+    def forward(ctx, hidden, weight, bias, targets, params, chunk, exact, scale):
+        scaled = scale or (lambda logits: logits)
         parts = []
         for start in range(0, hidden.shape[0], chunk) or (0,):
             rows = slice(start, start + chunk)
-            logits = _product(hidden[rows], weight, bias, exact)
+            logits = scaled(_product(hidden[rows], weight, bias, exact))
             parts.append(sample(logits, params[rows], targets[rows]))
         logprob = torch.cat([p.scores.logprob for p in parts])
         entropy = torch.cat([p.scores.entropy for p in parts])
@@ -448,7 +461,7 @@ class _TokenLogprobs(torch.autograd.Function):
         argmax = torch.cat([p.scores.argmax for p in parts]).long()
         thresholds = torch.cat([p.thresholds for p in parts])
         ctx.save_for_backward(hidden, weight, bias, targets, entropy.float(), logsumexp.float(), thresholds)
-        ctx.params, ctx.chunk, ctx.exact = params, chunk, exact
+        ctx.params, ctx.chunk, ctx.exact, ctx.scaled = params, chunk, exact, scaled
         ctx.mark_non_differentiable(argmax)
         return logprob.float(), entropy.float(), argmax
 
@@ -463,15 +476,15 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = _product(hidden[rows], weight, bias, ctx.exact)
+            logits = ctx.scaled(_product(hidden[rows], weight, bias, ctx.exact))
             scores = [t[rows] for t in (targets, entropies, logsumexps, thresholds, grad_logprob, grad_entropy)]
-            grad = _grad_logits(logits, ctx.params[rows], *scores)
+            grad = ctx.scaled(_grad_logits(logits, ctx.params[rows], *scores))
             grad_hidden[rows] = kernels.gradient_product(grad, weight.t(), torch.float32)
             kernels.linear_resume(grad.t(), hidden[rows].t(), grad_weight)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grads = grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
-        return *grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
+        return *grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None
 
 
 @outside_modes
@@ -483,9 +496,11 @@ def token_logprobs(
     params: RowParams,
     chunk: int = 256,
     exact: bool = True,
+    scale: LogitScale | None = None,
 ) -> TokenLogprobs:
     """Apply lm_head, filters, log-softmax and gather, `chunk` rows at a time: never [tokens, vocab] in memory.
 
-    hidden [R, depth], weight [V, depth], bias [V] or None, targets int64 [R]. Differentiable but for argmax.
+    hidden [R, depth], weight [V, depth], bias [V] or None, targets int64 [R]. scale: of the logits, before all else.
+    Differentiable but for argmax.
     """
-    return TokenLogprobs(*apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact))
+    return TokenLogprobs(*apply(_TokenLogprobs, hidden, weight, bias, targets, params, chunk, exact, scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -11,6 +11,21 @@ from ..kernels import ops
 
 NAME = "samebits"  # for any model of transformers, whose rows are whole sequences or packed by their positions
 PACKED = "samebits_packed"  # for models of ours, which bring a layout; transformers makes no mask for it
+OBSERVED = "samebits_observed"  # the same, which notes at each attention module how it is called
+_HARMLESS = frozenset({  # keywords that say nothing which the layout does not
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "layout", "kv_caches", "dropout",
+    "sliding_window", "is_causal",
+})  # fmt: skip
+
+
+class AttentionCall(NamedTuple):
+    """A model's call of attention. problems: what it asks for that samebits' attention has no meaning for."""
+
+    scaling: float
+    window: int
+    kv_heads: int
+    key_dim: int
+    problems: tuple[str, ...]
 
 
 def sequence_lengths(positions: torch.Tensor, rows: list[int]) -> list[int]:
@@ -62,6 +77,32 @@ def attention_forward(
     return out.view(batch, tokens, heads, dim), None
 
 
+def observed_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Note the call as `module.observed`; attend as `attention_forward` does where that can, else return zeros."""
+    meant = [name for name, value in kwargs.items() if value is not None and value is not False]
+    problems = [f"takes {name!r}" for name in meant if name not in _HARMLESS]
+    checks = {
+        "is not causal": kwargs.get("is_causal") is False,
+        "gives no scale": scaling is None,
+        "does not get the keywords that the model is called with": kwargs.get("layout") is None,
+        f"has values of {value.shape[-1]} numbers and keys of {key.shape[-1]}": value.shape[-1] != key.shape[-1],
+    }
+    problems += [problem for problem, there in checks.items() if there]
+    window = kwargs.get("sliding_window") or 0
+    module.observed = AttentionCall(scaling or 0.0, window, key.shape[1], key.shape[-1], tuple(problems))
+    if problems:
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    return attention_forward(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
+
+
 def plain_forward(
     module: Any,
     query: torch.Tensor,
@@ -95,4 +136,5 @@ def no_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> None
 
 AttentionInterface.register(NAME, plain_forward)
 AttentionInterface.register(PACKED, attention_forward)
+AttentionInterface.register(OBSERVED, observed_forward)
 AttentionMaskInterface.register(NAME, no_mask)

@@ -114,18 +114,18 @@ class StoredWeights:
 def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathlib.Path]]:
     """Return the shape and file of every tensor by its name, from the files' headers alone.
 
-    Raises CheckpointError for a missing or truncated file or a tensor that two files hold.
+    Raises CheckpointError for a missing or truncated file, a tensor that two files hold, or an index that is none.
     """
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no directory {directory}")
     index = directory / "model.safetensors.index.json"
-    files = sorted(directory.glob("*.safetensors"))
-    if index.is_file():
-        files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
+    files = sorted(_indexed(index) if index.is_file() else directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory} has no safetensors files")
     found: dict[str, tuple[tuple[int, ...], pathlib.Path]] = {}
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{file} is named in {index.name} but does not exist")
+            raise CheckpointError(f"{file} is not there, or no file")
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -136,3 +136,16 @@ def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathli
                 raise CheckpointError(f"tensor {name!r} is in both {found[name][1].name} and {file.name}")
             found[name] = shape, file
     return found
+
+
+def _indexed(index: pathlib.Path) -> set[pathlib.Path]:
+    """The files that an index names, all of them below its directory."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        entries = {name: pathlib.PurePath(name) for name in names}
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise CheckpointError(f"{index} is not an index of safetensors files") from None
+    for name, entry in entries.items():
+        if entry.is_absolute() or ".." in entry.parts:
+            raise CheckpointError(f"{index} names {name!r}, which is not below its directory")
+    return {index.parent / entry for entry in entries.values()}

@@ -4,7 +4,9 @@ checkpoints work as they do on the original."""
 from __future__ import annotations
 
 import functools
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,29 +15,50 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, probe
+from ..kernels.contract import Contract, NumericsError, probe
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
-from .linear import ExactLinear, UnsupportedModelError, products
+from .coverage import cover_rest
+from .experts import use_exact_experts
+from .families import TESTED
+from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
+from .paged import plain_call, random_input
+from .roles import role_of
+from .routing import connect_routers, load_balancing_loss
+from .selfcheck import SelfCheck
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+logger = logging.getLogger(__name__)
+NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "output_router_logits", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache",
+})  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table entry depends on its position alone
 
 
 @dataclass
 class LogprobRequest:
-    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits."""
+    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits.
+
+    router_loss: and then for the routers' load-balancing loss, too.
+    """
 
     index: Tensor
     targets: Tensor
     params: ops.RowParams
     chunk: int
+    router_loss: bool = False
 
 
 class LMHead(ExactLinear):
-    """lm_head: fp32 logits, or the log-probs of given tokens without the logits."""
+    """lm_head: fp32 logits, or the log-probs of given tokens without the logits.
+
+    scale: what the model's own code does to its result, which log-probs and an engine must do, too.
+    """
+
+    scale: ops.LogitScale | None = None
 
     def forward(  # type: ignore[override]
         self, x: Tensor, wanted: LogprobRequest | None = None
@@ -43,11 +66,17 @@ class LMHead(ExactLinear):
         """Return fp32 logits, or what is wanted of rows [R, hidden]; see `ops.token_logprobs`."""
         if wanted is None:
             return ops.linear(x, self.packed or self.weight, self.bias, torch.float32, self.exact)
-        return ops.token_logprobs(x, self.weight, self.bias, wanted.targets, wanted.params, wanted.chunk, self.exact)
+        scores = wanted.targets, wanted.params, wanted.chunk
+        return ops.token_logprobs(x, self.weight, self.bias, *scores, self.exact, self.scale)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the model's logits, fp32, of rows [R, hidden]: as a plain call of the model does."""
+        found = self(x)
+        return found if self.scale is None else self.scale(found)
 
 
 def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns `TokenLogprobs`.
+    """Return a causal LM's class whose forward takes `logprobs`, a `LogprobRequest`, and then returns what it asks for.
 
     It is an argument of the whole model's forward so that hooks on the model (FSDP2's, DDP's) meet it as any call. The
     class has the name of HF's, which `save_pretrained` writes into config.json.
@@ -59,50 +88,14 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             cover(self)
         if logprobs is None:
             return kind.forward(self, *args, **kwargs)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
-        return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        if not logprobs.router_loss:
+            hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
+            return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
+        out = self.base_model(*args, **kwargs, output_router_logits=True)
+        found = self.get_output_embeddings()(out.last_hidden_state[0, logprobs.index], logprobs)
+        return found, load_balancing_loss(self, out.router_logits)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-class ExactRMSNorm(nn.Module):
-    """RMSNorm by the exact op; see `ops.rms_norm`."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed rows in x's dtype."""
-        return ops.rms_norm(x, self.weight, self.variance_epsilon)
-
-
-class ExactMLP(nn.Module):
-    """A gated MLP whose activation is the exact op; see `ops.gated_activation`."""
-
-    activation: str
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return down(activation(gate(x)) * up(x))."""
-        gate, up = products(x, self.gate_proj, self.up_proj)
-        return self.down_proj(ops.gated_activation(gate, up, self.activation))
-
-
-class ExactRotary(nn.Module):
-    """Rotary tables by the exact op; see `ops.rotary_tables`."""
-
-    inv_freq: Tensor
-    attention_scaling: float
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in x's dtype. Raises TypeError if `inv_freq` is no longer fp32."""
-        if self.inv_freq.dtype != torch.float32:
-            raise TypeError(f"inv_freq was cast to {self.inv_freq.dtype}; load with dtype=... instead of model.to(...)")
-        cos, sin = ops.rotary_tables(position_ids, self.inv_freq, float(self.attention_scaling))
-        return cos.to(x.dtype), sin.to(x.dtype)
 
 
 def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -117,70 +110,148 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def check_config(config) -> None:
-    """Raise UnsupportedModelError unless samebits covers every op that the config asks for."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(f"model type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    """Raise UnsupportedModelError for a setting that no run of the model would show."""
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+        if getattr(config, name, None) is None:
+            raise UnsupportedModelError(f"model type {config.model_type!r} has no {name}; decoders of text are covered")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("quantised weights; load a checkpoint in float32, bfloat16 or float16")
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModelError(f"rope type {rope!r} changes with the batch; supported: {', '.join(ROPE_TYPES)}")
-    activations = ops.backend(torch.device("cpu")).ACTIVATIONS
-    if config.hidden_act not in activations:
-        raise UnsupportedModelError(f"activation {config.hidden_act!r}; supported: {', '.join(activations)}")
-    if not getattr(config, "is_causal", True):
+    for rope in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope not in ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {rope!r} is not covered, or changes with the batch; supported: {', '.join(ROPE_TYPES)}"
+            )
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError("is_causal=False: only causal attention is covered")
     if getattr(config, "attention_dropout", 0.0):
-        raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout")
+        raise UnsupportedModelError("attention_dropout > 0: the rollout has no dropout; set it to 0 in config.json")
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[str]:
+    """Return the rope types of a config, one for all layers or one for each kind of layer."""
+    kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {each.get("rope_type", "default") for each in kinds}
+
+
+def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> None:
+    """Raise NumericsError, naming the fields, where two configs differ in what may decide a bit.
+
+    Compared are the fields that the class of configs declares; others are of no model code.
+    """
+    fields = (type(mine)().to_dict().keys() - NO_NUMERICS) | {"model_type", "quantization_config"}
+    here = mine.to_dict()
+    there = theirs.to_dict()
+    differences = [
+        f"{f} is {there.get(f)!r}, not {here.get(f)!r}" for f in sorted(fields) if here.get(f) != there.get(f)
+    ]
+    if differences:
+        raise NumericsError("its config.json asks for other numerics: " + "; ".join(differences))
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
-    """Replace the ops of a HF causal LM in place by swapping its modules' classes; parameters stay as they are.
+    """Make the ops of a HF causal LM exact, in place, by swapping its modules' classes; parameters stay as they are.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
-    UnsupportedModelError, naming the module, before anything is changed.
+    UnsupportedModelError, naming module and op, and leaves the model as it was.
     """
     check_config(model.config)
-    head = model.get_output_embeddings()  # None in all stages but the last
-    stem = type(model).__name__.removesuffix("ForCausalLM")
-    structure = {f"{stem}{part}" for part in ("ForCausalLM", "Model", "DecoderLayer", "Attention")}
-    structure |= {"ModuleList", "Embedding", "Identity"}  # the last: no norm, in all stages but the last
-    swaps: dict[str, type[nn.Module]] = {
-        "Linear": ExactLinear,
-        f"{stem}RMSNorm": ExactRMSNorm,
-        f"{stem}MLP": ExactMLP,
-        f"{stem}RotaryEmbedding": ExactRotary,
-    }
-    modules: dict[str, Any] = dict(model.named_modules())
-    activations = {id(m.act_fn) for m in modules.values() if hasattr(m, "act_fn")}
-    for name, module in modules.items():
-        kind = type(module).__name__
-        if kind not in structure and kind not in swaps and id(module) not in activations:
-            raise UnsupportedModelError(f"module {name!r} is a {kind}, which samebits has no exact op for")
-    for module in modules.values():
-        is_head = module is head and head is not None
-        new = LMHead if is_head else swaps.get(type(module).__name__)
-        if new is None or not (exact or is_head):
-            continue
-        if new is ExactMLP:
-            module.activation = model.config.hidden_act
-        module.__class__ = new
-        if is_head and not exact:
-            module.exact = False
-    model.__class__ = scoring(type(model))
-    model.config.use_cache = False
-    if exact:
-        model.set_attn_implementation(attention.PACKED)
-        base: Any = model.base_model
-        base.__class__ = packing(type(base))
+    check_structure(model)
+    restore = _restorer(model)
+    try:
+        head = model.get_output_embeddings()  # None in all stages but the last
+        if head is not None:
+            if type(head) is not nn.Linear:
+                raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
+            head.__class__ = LMHead
+            head.exact = exact
+        model.__class__ = scoring(type(model))
+        model.config.use_cache = False
+        if exact:
+            _make_modules_exact(model)
+    except BaseException:
+        restore()
+        raise
     return model
+
+
+def _restorer(model: PreTrainedModel) -> Callable[[], None]:
+    """Return a function that makes a model's modules compute as they do now."""
+    classes = {module: type(module) for module in model.modules()}
+    config: Any = model.config
+    attended, experts, cached = config._attn_implementation, config._experts_implementation, config.use_cache
+
+    def restore() -> None:
+        for module, kind in classes.items():
+            module.__class__ = kind
+        model.set_attn_implementation(attended)
+        if config._experts_implementation != experts:
+            model.set_experts_implementation(experts)
+        config.use_cache = cached
+
+    return restore
+
+
+def check_structure(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError unless the model is a list of decoder layers."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != model.config.num_hidden_layers:
+        kind = type(model.base_model).__name__
+        raise UnsupportedModelError(f"{kind} has no list `layers` of {model.config.num_hidden_layers} decoder layers")
+
+
+def _make_modules_exact(model: PreTrainedModel) -> None:
+    """Give all modules their roles; what else computes runs under `ExactMode`, or is refused."""
+    for module in model.modules():
+        role = role_of(module)
+        if role is not None:
+            module.__class__, attributes = role
+            vars(module).update(attributes)
+    use_exact_experts(model)
+    model.set_attn_implementation(attention.PACKED)
+    base: Any = model.base_model
+    base.__class__ = packing(type(base))
+    cover_rest(model)
+    head: Any = model.get_output_embeddings()
+    if head is not None:
+        head.scale = logit_scale(model)
+    check = SelfCheck(model)
+    check.batches()
+    if check.head is not None:
+        check.plain()
+    connect_routers(model)
+
+
+@torch.no_grad()
+def logit_scale(model: PreTrainedModel) -> ops.LogitScale | None:
+    """Return what the model's code does to logits after lm_head: times or divided by a number of its config, or None.
+
+    Where it is neither, None, which `SelfCheck.plain` then refuses.
+    """
+    raw: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, args, out: raw.append(out))
+    try:
+        found = plain_call(model, random_input(model, 8)).logits
+    finally:
+        handle.remove()
+    if torch.equal(found, raw[0]):
+        return None
+    numbers = {float(v) for v in model.config.to_dict().values() if isinstance(v, int | float)}
+    for scale in (ops.LogitScale(number, divides) for number in numbers for divides in (False, True)):
+        if scale.number and torch.equal(scale(raw[0]), found):
+            return scale
+    return None
+
+
+def is_exact(model: nn.Module) -> bool:
+    """True for a model, or a stage, with samebits' ops; False for a control."""
+    return any(isinstance(module, ExactLinear) and module.exact for module in model.modules())
 
 
 def contract_of(model: PreTrainedModel) -> Contract:
     """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one."""
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
-    norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
-    contract = Contract.of(norm.dtype, norm.device)
+    parameter = next(model.parameters())
+    contract = Contract.of(parameter.dtype, parameter.device)
     if is_adapted(model):
         contract = replace(contract, adapter=describe(placements(model)))
     return contract if linear.exact else replace(contract, linear="torch")
@@ -230,7 +301,7 @@ def exact_model(
         path,
         config=config,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if exact else "sdpa",  # some have no sdpa; exact ops take its place
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
@@ -243,6 +314,10 @@ def exact_model(
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
     model = prepare(model.to(device).eval(), path, exact)
+    if exact and config.model_type not in TESTED:
+        logger.warning(
+            "%s: model type %r isn't one that the tests cover; it passed all checks", path, config.model_type
+        )
     if adapter is not None and not exact:
         raise ValueError("an adapter needs exact=True; for comparison use peft on a model with exact=False")
     return model if adapter is None else adapt(model, adapter)  # type: ignore[return-value]
@@ -255,7 +330,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
     """Finish loading: check the values, swap the ops, probe that this machine keeps the promise. Return the model."""
-    for key, parameter in model.named_parameters():
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
     ops.backend(model.device).warm_up(model.dtype, model.device)

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..kernels import ops
 from .attention import sequence_lengths
+from .paged import group_size
 
 
 def packing(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -47,8 +48,7 @@ def packing(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         lengths = _lengths(keep, position_ids)
         if cu_seq_lens_q is not None and cu_seq_lens_q.tolist() != [0, *accumulate(lengths)]:
             raise ValueError("cu_seq_lens_q names other sequences than position_ids and attention_mask do")
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        layout = ops.packed_layout(lengths, group, given.device)
+        layout = ops.packed_layout(lengths, group_size(self.config), given.device)
         name = "input_ids" if inputs_embeds is None else "inputs_embeds"
         out = kind.forward(
             self, **{name: given[keep][None]}, position_ids=layout.on(given.device).positions.long()[None],

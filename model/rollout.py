@@ -5,14 +5,23 @@ The trainer's copy keeps HF's parameters and calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from .exact import ExactRMSNorm
+from .attention import AttentionCall
+from .coverage import UnderMode
+from .exact import is_exact
+from .experts import is_experts, pack_experts
 from .linear import ExactLinear, products
+from .roles import ExactRMSNorm
+from .routing import hand_over
+from .selfcheck import SelfCheck
 
 
 class PackedEmbedding(nn.Embedding):
@@ -51,7 +60,9 @@ def add(x: Tensor | Residual, update: Tensor, norm: nn.Module | None) -> Tensor 
 
 
 class FusedAttention(nn.Module):
-    """The attention of a supported model with the rotary embedding in one launch: the same bits as the model's code."""
+    """Attention with the rotary embedding in one launch, to the same bits as the model's code."""
+
+    observed: AttentionCall
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
         """Return the attention's output [1, T, hidden] over the paged cache, and no weights."""
@@ -65,14 +76,13 @@ class FusedAttention(nn.Module):
         cos, sin = (t[0] for t in position_embeddings)
         assert cos.shape[-1] == module.head_dim, "a rotary embedding of part of a head"
         q, k = ops.backend(q.device).rotary(q, k, cos, sin)
-        of_all = module.config.model_type == "mistral" and module.config.sliding_window
-        window = getattr(self, "sliding_window", of_all) or 0
-        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, module.scaling, window)
+        scaling, window = self.observed.scaling, self.observed.window
+        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, scaling, window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of a supported model whose sums take the norms after them along.
+    """A decoder layer whose sums take the norms after them along.
 
     following: the module that holds the norm after this layer, and its name there; empty where there is none here.
     """
@@ -82,6 +92,7 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor | Residual, **kwargs) -> Tensor | Residual:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
+        hand_over(self, kwargs)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         update = module.mlp(module.post_attention_layernorm(hidden_states))
@@ -97,26 +108,121 @@ def pack_weights(model: PreTrainedModel) -> None:
         if isinstance(module, ExactLinear) and module.exact:
             module.packed = ops.PackedWeight.pack(module.weight)
             module.weight = None  # type: ignore[assignment]
+        elif is_experts(module):
+            pack_experts(module)
     if tied and head.packed is not None:
-        embedding.__class__ = PackedEmbedding
         embedding.packed = head.packed
-        embedding.weight = None
+        embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
+        own = type(embedding)  # whose forward may scale what it looks up
+        embedding.__class__ = PackedEmbedding if own is nn.Embedding else type(own.__name__, (own, PackedEmbedding), {})
 
 
-def fuse(model: PreTrainedModel) -> None:
-    """Replace what the kernels compute in fewer launches, to the same bits; a control stays as it is."""
+class _Call(NamedTuple):
+    """A module's call."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def given(self) -> Any:
+        """The hidden states that it was given."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+
+_NORMS = "input_layernorm", "post_attention_layernorm"  # of a layer that may be fused
+
+
+def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
+    """Replace what the kernels compute in fewer launches, where a module's fused form gives its own bits.
+
+    run: a forward of a few tokens over a paged cache, whose calls of attention and layers are compared.
+    """
     base: Any = model.base_model
-    if not isinstance(base.layers[0].input_layernorm, ExactRMSNorm):
-        return
-    following: tuple = ()
-    if isinstance(base.norm, ExactRMSNorm):
-        base.norm.__class__ = FusedNorm
-        following = (base, "norm")
+    norm = getattr(base, "norm", None)
+    parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
+    calls = _recorded(run, [part for part in (*parts, norm) if part is not None])
+    for layer in base.layers:
+        if hasattr(layer, "self_attn"):
+            _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
+    for each in (norm, *(getattr(layer, name, None) for layer in base.layers for name in _NORMS)):
+        if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
+            each.__class__ = FusedNorm
+    following: tuple = (norm, (base, "norm")) if isinstance(norm, FusedNorm) else ()
     for layer in reversed(base.layers):
-        attention = layer.self_attn
-        attention.__class__ = type("FusedAttention", (FusedAttention, type(attention)), {})
-        layer.input_layernorm.__class__ = FusedNorm
-        layer.post_attention_layernorm.__class__ = FusedNorm
-        layer.__class__ = type("FusedLayer", (FusedLayer, type(layer)), {})
-        layer.following = following
-        following = (layer, "input_layernorm")
+        fused = _fuse_if_equal(layer, FusedLayer, calls[layer])
+        if fused and following and calls[following[0]].given is calls[layer].result:
+            layer.following = following[1]
+        following = (layer, (layer, "input_layernorm")) if fused else ()
+
+
+def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _Call]:
+    """Return the modules' calls in a run."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        calls[module] = _Call(args, kwargs, result)
+
+    handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@torch.inference_mode()
+def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
+    """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them."""
+    own = type(module)
+    if isinstance(module, UnderMode):
+        return False
+    variants = [call.kwargs]
+    if call.kwargs.get("position_ids") is not None:
+        variants.append(call.kwargs | {"position_ids": call.kwargs["position_ids"] + 10_000})
+    expected = [module(*call.args, **kwargs) for kwargs in variants]
+    module.__class__ = type(form.__name__, (form, own), {})
+    try:
+        found = [module(*call.args, **kwargs) for kwargs in variants]
+        fused = all(map(_same, found, expected))
+    except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError):
+        fused = False
+    if not fused:
+        module.__class__ = own
+    return fused
+
+
+def _same(ours: Tensor | tuple, theirs: Tensor | tuple) -> bool:
+    """True for equal tensors, or tuples that begin with equal ones."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(ours, theirs)
+    return isinstance(ours, tuple) and isinstance(theirs, tuple) and torch.equal(ours[0], theirs[0])
+
+
+@contextmanager
+def without_low_ranks(model: nn.Module) -> Iterator[None]:
+    """Set adapters aside, which need packed weights, for a while."""
+    linears = [module for module in model.modules() if isinstance(module, ExactLinear)]
+    before = [module.low_rank for module in linears]
+    for module in linears:
+        module.low_rank = None
+    try:
+        yield
+    finally:
+        for module, low_rank in zip(linears, before, strict=True):
+            module.low_rank = low_rank
+
+
+def prepare_rollout(model: PreTrainedModel) -> None:
+    """Pack an exact model's weights and fuse its modules. UnsupportedModelError if its bits don't stay what they were.
+
+    A control stays as it is.
+    """
+    if not is_exact(model):
+        return
+    with without_low_ranks(model):
+        check = SelfCheck(model)
+        pack_weights(model)
+        fuse(model, check.prefill)
+        check.paged()

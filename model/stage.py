@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
-from .exact import check_config, load_config, parse_dtype, prepare
+from .exact import check_config, check_structure, load_config, parse_dtype, prepare
+from .linear import UnsupportedModelError
+from .stored import by_tensor, stored_pieces, stored_state
 
 Layers = tuple[int, int]  # from, up to
+_PARTS = {"embed_tokens", "layers", "norm"}
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -79,40 +83,100 @@ def stage_model(
     config = load_config(path)
     check_config(config)
     first, last = layers[0] == 0, layers[1] == config.num_hidden_layers
-    part = config.to_dict() | {"num_hidden_layers": layers[1] - layers[0]}
-    if part.get("layer_types"):
-        part["layer_types"] = part["layer_types"][slice(*layers)]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            type(config).from_dict(part), dtype=dtype, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
         )
+    check_structure(model)
+    _check_divisible(model)
+    keep_layers(model, layers)
+    fill_tables(model)
     base = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(config=model.config)  # its table is in no checkpoint
     tied = config.tie_word_embeddings
     if not last:
         base.norm, model.lm_head = nn.Identity(), None
     if not (first or (last and tied)):
         base.embed_tokens = None
-    model.load_state_dict(_tensors(path, model, layers[0], dtype), assign=True, strict=False)
+    model.load_state_dict(_tensors(path, model, layers[0]), assign=True, strict=False)
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
     return prepare(model.to(device).eval(), path, exact)
 
 
-def _tensors(path: os.PathLike, model: nn.Module, first_layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _check_divisible(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where something else has weights than embedding, layers, norm and lm_head."""
+    for parent, known in ((model, {model.base_model_prefix, "lm_head"}), (model.base_model, _PARTS)):
+        for name, child in parent.named_children():
+            if name not in known and next(child.parameters(), None) is not None:
+                raise UnsupportedModelError(
+                    f"pipeline stages of {type(model).__name__}: no stage is known for {name!r}"
+                )
+
+
+def keep_layers(model: PreTrainedModel, layers: Layers) -> None:
+    """Leave these layers of a model alone, numbered from 0; where they aren't the first, they take hidden states."""
+    base: Any = model.base_model
+    config: Any = model.config
+    base.layers = base.layers[slice(*layers)]
+    count = config.num_hidden_layers
+    for name, values in list(vars(config).items()):
+        if "layer" in name and isinstance(values, list | tuple) and len(values) == count:  # one for each
+            setattr(config, name, values[slice(*layers)])
+    config.num_hidden_layers = layers[1] - layers[0]
+    for module in base.layers.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.layer_idx -= layers[0]
+    model.first_layer = layers[0]  # type: ignore[assignment]
+    if layers[0]:
+        base.register_forward_pre_hook(_keep_given, with_kwargs=True)
+        base.layers[0].register_forward_pre_hook(functools.partial(_enter, base), with_kwargs=True)
+
+
+def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    base.given = kwargs["inputs_embeds"]
+
+
+def _enter(base: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give a stage's first layer what the stage was given: the model's code may have scaled it, as embeddings."""
+    if args:
+        return (base.given, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": base.given}
+
+
+def fill_tables(model: PreTrainedModel) -> None:
+    """Compute the buffers of a model without data that are in no checkpoint: rotary tables, scales of embeddings."""
+    for module in model.modules():
+        tables = {n: b for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set}
+        for name, buffer in tables.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        if tables:
+            model._init_weights(module)
+
+
+def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dict[str, Tensor]:
     """A stage's own tensors by their names in it; CheckpointError unless they are what its config says."""
     stored = manifest(resolve(path))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied tensors once
+    pieces = by_tensor(stored_pieces(model))
     found: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        full = shift_layer(name, first_layer)
-        if full not in stored:
-            raise CheckpointError(f"{path} does not fit its config; missing: {full}")
-        there, file = stored[full]
-        if there != shape:
-            raise CheckpointError(
-                f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(shape)}"
-            )
+    reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
+    for name, empty in stored_state(model).items():
+        whole = torch.empty(empty.shape, dtype=empty.dtype)
+        found[name] = whole
+        places = {name: whole}
+        if shift_layer(name, first_layer) not in stored and name in pieces:
+            places = {part: piece.of(whole) for part, piece in pieces[name].items()}
+        for part, place in places.items():
+            full = shift_layer(part, first_layer)
+            if full not in stored:
+                raise CheckpointError(f"{path} does not fit its config; missing: {full}")
+            there, file = stored[full]
+            if there != place.shape:
+                raise CheckpointError(
+                    f"{path} does not fit its config; mismatched: {full}, {list(there)} for {list(place.shape)}"
+                )
+            reads.setdefault(file, []).append((full, place))
+    for file, wanted in reads.items():
         with safe_open(file, framework="pt") as tensors:
-            found[name] = tensors.get_tensor(full).to(dtype)
+            for full, place in wanted:
+                place.copy_(tensors.get_tensor(full))
     return found

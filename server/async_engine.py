@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -21,16 +22,14 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
+from .limits import Limits
+from .states import ConflictError, ServerState, UnavailableError
 from .tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE = 0.5  # seconds that the engine's thread waits for a command at a time
-INLINE_PROMPT = 4096  # characters or tokens that are cheaper to check at once than in another thread
-
-
-class UnavailableError(RuntimeError):
-    """The server takes no request now; the client may try again later."""
+INLINE_PROMPT = 4096  # characters or tokens of a call that are cheaper to check at once than in another thread
 
 
 class GenerationError(RuntimeError):
@@ -71,10 +70,13 @@ class Generation:
             yield outputs
 
     async def final(self) -> list[RequestOutput]:
-        """The last output of each request."""
+        """The last output of each request. Raises GenerationError where one failed."""
         last: dict[int, RequestOutput] = {}
         async for outputs in self.outputs():
             last.update(outputs)
+        for c in itertools.chain.from_iterable(output.completions for output in last.values()):
+            if c.finish_reason == "error":
+                raise GenerationError(str(c.stop_reason))
         return [last[i] for i in range(len(self.index))]
 
     def close(self) -> None:
@@ -86,23 +88,19 @@ class Generation:
 class AsyncEngine:
     """Admits, pauses and reports; `llm` belongs to its thread once `start` was called.
 
-    max_waiting: sequences that may wait beyond those that can run; more are `UnavailableError`.
+    limits: of each call, and of what may run and wait; more of that is `UnavailableError`.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 1024, on_step: Callable[[float], None] = lambda seconds: None):
+    def __init__(self, llm: LLM, limits: Limits, on_step: Callable[[float], None] = lambda seconds: None):
         self.llm = llm
+        self.state = ServerState(llm)
         self.tokenization = Tokenization(llm)
-        self.max_waiting = max_waiting
-        self.capacity = llm.config.max_num_seqs * llm.config.replicas + max_waiting
+        self.limits = limits
         self.on_step = on_step
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
         self.finished: Counter[str] = Counter()  # samples by finish_reason
         self.num_sequences = 0  # admitted and unfinished
-        self.refusal: str | None = None  # why new requests are turned away
-        self.draining = False
-        self.pause_mode: str | None = None
-        self.paused = threading.Event()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._idle = asyncio.Event()
@@ -150,7 +148,7 @@ class AsyncEngine:
 
     def _has_work(self) -> bool:
         unfinished = self.llm.has_unfinished_requests()
-        return unfinished and (self.llm.failure is not None or (self.llm.ready and not self.paused.is_set()))
+        return unfinished and (self.llm.failure is not None or (self.llm.ready and not self.state.paused.is_set()))
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._commands.empty():
@@ -189,16 +187,12 @@ class AsyncEngine:
 
     async def submit(self, requests: Sequence[GenerateRequest], request_id: str) -> Generation:
         """Admit all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
-        if self.refusal is not None:
-            raise UnavailableError(self.refusal)
-        if self.llm.failure is not None:
-            raise UnavailableError(f"the engine is broken: {self.llm.failure}; restart the server")
-        if not self.llm.ready and not self.paused.is_set():
-            raise UnavailableError("the engine sleeps or has no weights; wake it up, or update its weights")
+        self.state.check_admits()
+        self.limits.check_params([r.params for r in requests])
         count = sum(r.params.n for r in requests)
-        if self.num_sequences + count > self.capacity:
+        if self.num_sequences + count > self.limits.sequences:
             raise UnavailableError(
-                f"the queue is full: {self.num_sequences} sequences run or wait, {self.capacity} may"
+                f"the queue is full: {self.num_sequences} sequences run or wait, {self.limits.sequences} may"
             )
         names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
         if request_id in self.generations or any(name in self.by_engine_id for name in names):
@@ -210,7 +204,9 @@ class AsyncEngine:
         self.num_sequences += count
         self._idle.clear()
         try:
-            checked = await asyncio.gather(*map(self._checked, requests, names))
+            inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
+            checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, names, strict=True)))
+            self.limits.check_reply(checked)
         except BaseException:
             for name in names:
                 self._release(name)
@@ -219,15 +215,15 @@ class AsyncEngine:
             self.call(lambda llm: self._add(generation, checked))
         return generation
 
-    async def _checked(self, request: GenerateRequest, name: str) -> Request:
+    async def _checked(self, request: GenerateRequest, name: str, inline: bool) -> Request:
         key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
         prompt: dict[str, Any] = {key: request.prompt}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         arguments = (prompt, request.params, name, self.tokenization.processor)
-        if len(request.prompt) <= INLINE_PROMPT and request.params.structured_outputs is None:
-            return self.llm.process(*arguments)
         self.tokenization.check_length(request.prompt)
+        if inline and request.params.structured_outputs is None:
+            return self.llm.process(*arguments)
         return await self.tokenization.in_thread(self.llm.process, *arguments)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
@@ -248,6 +244,8 @@ class AsyncEngine:
             del self.generations[generation.request_id]
         if not self.generations:
             self._idle.set()
+            if self.state.end_pausing():
+                self._close("wait")
 
     def _deliver_failure(self, error: BaseException) -> None:
         for generation in list(self.generations.values()):
@@ -275,33 +273,43 @@ class AsyncEngine:
 
         mode: "abort" ends what is there; "wait" lets it finish; "keep" leaves it as it is, to go on after `resume` (and
         across a weight update, on the old KV); "retract" takes its KV, to be recomputed. refuse: turn new requests
-        away until `resume`, instead of queueing them.
+        away until `resume`, instead of queueing them. Raises ConflictError where a resume came first, or where what
+        "wait" waits for can't end.
         """
-        self.refusal = "the server is paused" if refuse else None
-        if mode == "abort":
-            self.paused.set()
-            await self.abort()
-        elif mode == "wait":
-            await self._idle.wait()
-        self.paused.set()
-        self.pause_mode = mode
-        await self.call(lambda llm: llm.engine.pause(True))
-        if mode == "retract":
-            await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
+        if mode == "wait" and self.generations:
+            over = self.state.begin_pausing()
+            self.state.refuses = refuse
+            await over.wait()
+        else:
+            self.state.refuses = refuse
+            self._close(mode)
+            if mode == "abort":
+                await self.abort()
+            elif mode == "retract":
+                await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
+        await self.call(lambda llm: None)  # the replicas know
+        if not self.state.paused.is_set() or (mode == "wait" and self.generations):
+            raise ConflictError(f"the pause ({mode}) was ended by another call; the server is {self.state.name}")
+
+    def _close(self, mode: str) -> None:
+        self.state.pause(mode)
+        self.call(lambda llm: llm.engine.pause(True))
 
     async def resume(self) -> None:
         """Take and run requests again after a pause."""
-        self.pause_mode = None
-        self.refusal = "the server is shutting down" if self.draining else None
-        self.paused.clear()
+        self.state.resume()
         await self.call(lambda llm: llm.engine.pause(False))
+
+    async def release_memory(self, tags: Sequence[str]) -> int:
+        """Free what the tags name; return the bytes freed. Requests stay."""
+        self.state.end_pausing()
+        return await self.call(lambda llm: llm.release_memory(tags))
 
     async def drain(self, deadline: float) -> None:
         """Take no more requests; let the rest finish for `deadline` seconds, then abort it."""
-        self.draining = True
-        self.refusal = "the server is shutting down"
-        if self.paused.is_set():
+        if self.state.paused.is_set() or not self.llm.ready:
             deadline = 0
+        self.state.stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), deadline)
         except TimeoutError:

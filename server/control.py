@@ -9,10 +9,11 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from ..engine import LLM
+from ..engine.engine import MEMORY_TAGS
 from .protocol import Body, FastRoute, reply
-from .service import LOGPROBS_MODE, Served
+from .service import LOGPROBS_MODE, Served, Service
 from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
-from .updates import ConflictError
+from .states import ConflictError
 
 router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
 control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
@@ -42,14 +43,14 @@ class UpdateBody(Body):
     """An update by broadcast or from a directory."""
 
     update_info: UpdateInfo | None = None
-    weight_dir: str | None = None
+    weight_dir: str | None = Field(default=None, min_length=1)
     weight_version: Label | None = None
 
 
 class VersionBody(Body):
     """A new label for the version in force."""
 
-    new_version: str
+    new_version: Label
     abort_all_requests: bool = False
 
 
@@ -79,15 +80,15 @@ async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = T
 @control.post("/resume")
 async def resume(server: Served):
     """Resume generation after a pause. 409 in the middle of a weight update."""
-    server.updates.check_resumable()
-    await server.engine.resume()
+    await server.updates.resume()
     return reply({"status": "resumed"})
 
 
 @router.get("/is_paused")
 async def is_paused(server: Served):
-    """Say whether generation is paused."""
-    return reply({"is_paused": server.engine.paused.is_set()})
+    """Say whether generation is paused, and the state of the server."""
+    state = server.engine.state
+    return reply({"is_paused": state.paused.is_set(), "state": state.name})
 
 
 @control.post("/inference/v1/abort_requests")
@@ -166,18 +167,15 @@ async def get_weight_version(server: Served):
 async def weights_checker(body: SnapshotBody, server: Served):
     """Check weights in SGLang's three steps: take a snapshot (of hashes), drop all weights, compare what came since."""
     if body.action == "reset_tensors":
-        await server.engine.call(lambda llm: llm.release_memory(["weights"]))
+        await server.engine.release_memory(["weights"])
         return done("all weights are dropped; nothing is served before an update has brought them")
-    if not server.llm.has_weights:
-        raise ValueError("the weights are dropped: wake the engine up, or update them")
-    found = await server.engine.call(LLM.weight_checksums)
+    found = await _checksums(server)
     if body.action == "snapshot":
         server.weight_snapshot = found
         return done(f"took a snapshot of {len(found)} tensors")
     if server.weight_snapshot is None:
         raise ConflictError('there is nothing to compare with; send {"action": "snapshot"} first')
-    wrong = sorted(name for name, value in server.weight_snapshot.items() if found.get(name) != value)
-    if wrong:
+    if wrong := _mismatches(server.weight_snapshot, found):
         raise ValueError(f"{len(wrong)} of {len(found)} tensors differ from the snapshot, first {wrong[0]!r}")
     return done(f"all {len(found)} tensors are those of the snapshot")
 
@@ -188,16 +186,23 @@ async def weight_checker(body: CheckerBody, server: Served):
     drops the weights, so that nothing can be served before an update has brought all of them.
     """
     if body.action == "reset":
-        await server.engine.call(lambda llm: llm.release_memory(["weights"]))
+        await server.engine.release_memory(["weights"])
         return reply({"status": "reset"})
-    if not server.llm.has_weights:
-        raise ValueError("the weights are dropped: wake the engine up, or update them")
-    found = await server.engine.call(LLM.weight_checksums)
+    found = await _checksums(server)
     if body.action == "checksum":
         return reply({"checksums": found})
-    names = sorted(found.keys() | body.baseline.keys())
-    mismatches = [n for n in names if found.get(n) != body.baseline.get(n)]
+    mismatches = _mismatches(body.baseline, found)
     return reply({"match": not mismatches, "mismatches": mismatches})
+
+
+async def _checksums(server: Service) -> dict[str, str]:
+    if not server.llm.has_weights:
+        raise ValueError("the weights are dropped: wake the engine up, or update them")
+    return await server.engine.call(LLM.weight_checksums)
+
+
+def _mismatches(baseline: dict[str, str], found: dict[str, str]) -> list[str]:
+    return sorted(name for name in baseline.keys() | found.keys() if baseline.get(name) != found.get(name))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -207,17 +212,17 @@ async def weight_checker(body: CheckerBody, server: Served):
 async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
     """Pause, then free the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
     await server.engine.pause(mode, refuse=mode != "keep")
-    freed = await server.engine.call(lambda llm: llm.sleep(level)) if level else 0
+    freed = await server.engine.release_memory(MEMORY_TAGS[-level:]) if level else 0
     return reply({"status": "asleep", "level": level, "freed_bytes": freed})
 
 
 @control.post("/wake_up")
 async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = None):
-    """Take back what the tags name (weights, kv_cache), or all; go on when nothing is missing."""
-    memory = [t for t in tags or ["weights", "kv_cache"] if t != "scheduling"]
+    """Take back what the tags name (weights, kv_cache), or all; go on when nothing is missing and no update comes."""
+    memory = [t for t in tags or MEMORY_TAGS if t != "scheduling"]
     await server.engine.call(lambda llm: llm.wake_up(memory))
     asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)
-    if not asleep:
+    if not asleep and server.engine.state.update is None:
         await server.engine.resume()
     return reply({"status": "asleep in part" if asleep else "awake"})
 
@@ -272,6 +277,7 @@ async def server_info(server: Served, config_format: Literal["text", "json"] = "
         "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash,
         "engine": "samebits",
-        "max_waiting": server.engine.max_waiting,
+        "control_port": server.guard.control_port,
+        "limits": asdict(server.engine.limits),
         "stats": asdict(load),
     })  # fmt: skip

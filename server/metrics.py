@@ -28,13 +28,13 @@ class Metrics:
             return
         load = self.service.load()
         engine = self.service.engine
-        usage = load.kv_blocks_used / load.kv_blocks_total
+        usage = load.kv_blocks_used / max(load.kv_blocks_total, 1)  # 0: no replica serves
         rows = (
             (GaugeMetricFamily, "requests_running", "Sequences that run", load.num_running),
             (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
             (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
             (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
-            (GaugeMetricFamily, "paused", "1 while generation is paused", engine.paused.is_set()),
+            (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused.is_set()),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
             (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
             (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from ..engine import LLM
 from ..engine.outputs import EngineStats
 from .async_engine import AsyncEngine
+from .auth import Guard
 from .kept_ids import KeptIds
 from .tools import ToolFormat
 from .updates import WeightUpdates
@@ -33,6 +34,7 @@ class Service:
     updates: WeightUpdates
     model_name: str
     kept: KeptIds
+    guard: Guard
     tool_format: ToolFormat | None = None
     weight_snapshot: dict[str, str] | None = None  # checksums, by name, that /weights_checker took
     started: int = field(default_factory=lambda: int(time.time()))

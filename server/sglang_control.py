@@ -13,7 +13,9 @@ from ..engine.weights.spec import parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import Served
 
-Label = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
+Label = Annotated[
+    str, BeforeValidator(lambda given: str(given) if type(given) is int else given), Field(max_length=256)
+]
 control = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 
@@ -39,7 +41,7 @@ class _UpdateBody(Body):
 class FromDiskBody(_UpdateBody):
     """A checkpoint directory to load."""
 
-    model_path: str
+    model_path: str = Field(min_length=1)
     load_format: Literal["auto", "safetensors"] | None = None
 
 
@@ -53,16 +55,16 @@ class InitGroupBody(GroupBody):
     """A trainer's process group and this server's place in it."""
 
     master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
+    master_port: int = Field(ge=1, le=65535, strict=False)
+    rank_offset: int = Field(ge=1)  # rank 0 sends
+    world_size: int = Field(ge=2)
     backend: str = "nccl"
 
 
 class Manifest(GroupBody):
     """The tensors that a broadcast brings, in order."""
 
-    names: list[str]
+    names: list[str] = Field(min_length=1)
     dtypes: list[str]
     shapes: list[list[int]]
     bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
@@ -106,7 +108,7 @@ def done(message: str, **more) -> Any:
 @control.post("/flush_cache")
 async def flush_cache(server: Served):
     """Forget cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
-    paused = server.engine.paused.is_set()
+    paused = server.engine.state.paused.is_set()
     if server.engine.num_sequences and not paused:
         raise ValueError("requests are running; pause or finish them first")
     await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=paused))
@@ -134,8 +136,7 @@ async def pause_generation(server: Served, body: PauseBody | None = None):
 @control.post("/continue_generation")
 async def continue_generation(server: Served, body: Body | None = None):
     """Resume generation after a pause. 409 in the middle of a weight update."""
-    server.updates.check_resumable()
-    await server.engine.resume()
+    await server.updates.resume()
     return done("generation continues")
 
 
@@ -145,7 +146,7 @@ async def update_weights_from_disk(body: FromDiskBody, server: Served):
     if body.abort_all_requests:
         await server.engine.abort()
     message = await server.updates.load(body.model_path, body.weight_version)
-    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.paused.is_set() else 0)
+    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.state.paused.is_set() else 0)
 
 
 @control.post("/init_weights_update_group")
@@ -199,7 +200,7 @@ async def end_weight_update(server: Served, body: WholeUpdateBody | None = None)
 async def release_memory_occupation(server: Served, body: MemoryBody | None = None):
     """Free memory; the header x-samebits-freed-bytes says how much. Requests wait."""
     tags = (body or MemoryBody()).ours
-    freed = await server.engine.call(lambda llm: llm.release_memory(tags))
+    freed = await server.engine.release_memory(tags)
     return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
 
 

@@ -6,10 +6,9 @@ While tensors come, in a thread of their own, the engine serves on. An update th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -17,14 +16,12 @@ from ..engine import LLM, WeightUpdate, WeightUpdateError
 from ..engine.weights import TensorSpec
 from ..engine.weights.spec import DEFAULT_LABEL
 from .async_engine import AsyncEngine, fulfil
+from .states import ConflictError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+CLOSE_TIMEOUT = 5.0  # seconds
 MAX_LABELS = 1024  # more versions than the tokens of running requests can be of
-
-
-class ConflictError(RuntimeError):
-    """Something else is in the way of what was asked."""
 
 
 class VersionLabels:
@@ -47,18 +44,22 @@ class VersionLabels:
 
 
 class WeightUpdates:
-    """The one update in progress, the process groups that tensors come over, and what clients call the versions."""
+    """The one update in progress, the process groups that tensors come over, and what clients call the versions.
+
+    An update that nobody has begun takes its tensors from one group, under one label, each once; what doesn't fit those
+    that have come begins another.
+    """
 
     def __init__(self, engine: AsyncEngine, timeout: float, recompute_kept: bool = False):
         self.engine = engine
+        self.state = engine.state
         self.timeout = timeout
         self.recompute_kept = recompute_kept  # also the KV of requests that a pause keeps
         self.labels = VersionLabels()
         self.groups: set[str] = set()  # names of those that were joined
-        self.pending: WeightUpdate | None = None
         self._explicit = False  # begun by the client, who will also say when it ends
         self._label: str | None = None
-        self._busy = asyncio.Lock()
+        self._group: str | None = None  # that tensors of the pending update came over
 
     @property
     def label(self) -> str:
@@ -75,42 +76,50 @@ class WeightUpdates:
 
     async def begin(self) -> None:
         """Start an update that `finish` ends; one that was left unfinished is forgotten."""
-        async with self._exclusively():
+        with self.state.updating("the start of one"):
             self._forget()
-            self.pending = await self.engine.call(LLM.begin_weight_update)
+            self.state.pending = await self.engine.call(LLM.begin_weight_update)
             self._explicit = True
 
     async def finish(self, label: str | None = None) -> None:
         """Commit the update that was begun. Raises ConflictError where none was."""
-        async with self._exclusively():
-            if self.pending is None:
+        with self.state.updating("the end of one"):
+            if self.state.pending is None or not self._explicit:
                 raise ConflictError("no weight update was begun")
-            await self._commit(label)
+            await self._commit(self.state.pending, label)
 
-    def check_resumable(self) -> None:
-        """Raise ConflictError, once, where part of an update came and the rest didn't."""
-        if self.pending is not None and self.pending.given:
-            missing = self.pending.missing
+    async def resume(self) -> None:
+        """Resume after a pause. Raises ConflictError during an update, and once where one came in part meanwhile."""
+        self.state.check_no_update()
+        pending = self.state.pending
+        if pending is not None and pending.given and self.state.paused.is_set():
+            missing = pending.missing
             self._forget()
             raise ConflictError(
                 f"the weight update is incomplete: {len(missing)} tensors never came, first {missing[:1]}. It is "
                 f"forgotten now; send all of it, or resume again to go on with version {self.label!r}"
             )
+        await self.engine.resume()
 
     async def load(self, source: str, label: str | None = None) -> str:
         """Load a checkpoint directory, which is a whole update. Return what was done."""
-        async with self._exclusively():
+        with self.state.updating(f"from {source}"):
+            if not self._explicit:
+                self._forget()
             return await self._load(lambda update: update.load(source), label)
 
     async def receive(
         self, group_name: str, manifest: list[TensorSpec], bucket_bytes: int | None, label: str | None = None
     ) -> str:
         """Receive a manifest's tensors over a group: all, or a part of an update. Return what was done."""
-        async with self._exclusively():
+        with self.state.updating(f"over group {group_name!r}"):
             if not self.engine.llm.worker_engine.workers.has_weight_group(group_name):
                 raise ConflictError(
                     f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
                 )
+            if not self._explicit and not self._continues(group_name, manifest, label):
+                self._forget()
+            self._group = group_name
 
             def receive(update: WeightUpdate) -> None:
                 try:
@@ -122,10 +131,17 @@ class WeightUpdates:
 
             return await self._load(receive, label)
 
+    def _continues(self, group_name: str, manifest: list[TensorSpec], label: str | None) -> bool:
+        """True unless the tensors must be of another update than those that have come."""
+        pending = self.state.pending
+        names = [spec.name for spec in manifest]
+        same_label = label is None or self._label in (None, label)
+        return pending is not None and same_label and self._group == group_name and pending.given.isdisjoint(names)
+
     async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
-        if self.pending is None:
-            self.pending = await self.engine.call(LLM.begin_weight_update)
-        update = self.pending
+        update = self.state.pending
+        if update is None:
+            update = self.state.pending = await self.engine.call(LLM.begin_weight_update)
         self._label = label or self._label
         try:
             await in_daemon_thread(load, update)
@@ -136,16 +152,14 @@ class WeightUpdates:
             return (
                 f"{len(update.given)} tensors staged, {len(update.missing)} to come; version {self.label!r} serves on"
             )
-        await self._commit(label)
+        await self._commit(update, label)
         return f"version {self.label!r} is in force"
 
-    async def _commit(self, label: str | None) -> None:
-        update = self.pending
-        assert update is not None
+    async def _commit(self, update: WeightUpdate, label: str | None) -> None:
         label = label or self._label
-        self.pending = None
+        self.state.pending = None
         self._forget()
-        keep_kv = self.engine.pause_mode == "keep" and not self.recompute_kept
+        keep_kv = self.state.pause_mode == "keep" and not self.recompute_kept
 
         def commit(llm: LLM) -> int:
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
@@ -161,15 +175,16 @@ class WeightUpdates:
         logger.info("weight version %s (%r) is in force", version, self.label_of(version))
 
     def _forget(self) -> None:
-        if self.pending is not None:
-            in_daemon_thread(self.pending.abort)
-        self.pending = None
+        if self.state.pending is not None:
+            in_daemon_thread(self.state.pending.abort)
+        self.state.pending = None
         self._explicit = False
         self._label = None
+        self._group = None
 
     async def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str) -> None:
         """Join a weight group; one of that name from before is left."""
-        async with self._exclusively():
+        with self.state.updating(f"the making of group {name!r}"):
             self._forget()
             await in_daemon_thread(self._leave, name)
             workers = await self.engine.call(lambda llm: llm.worker_engine.workers)
@@ -179,7 +194,7 @@ class WeightUpdates:
 
     async def leave(self, name: str) -> bool:
         """Leave a group; True if there was one."""
-        async with self._exclusively():
+        with self.state.updating(f"the end of group {name!r}"):
             self._forget()
             return await in_daemon_thread(self._leave, name)
 
@@ -187,17 +202,11 @@ class WeightUpdates:
         self.groups.discard(name)
         return self.engine.llm.worker_engine.workers.leave_weight_group(name)
 
-    def close(self) -> None:
-        """Leave all groups, if that takes no time."""
-        for name in list(self.groups):
-            in_daemon_thread(self._leave, name)
-
-    @contextlib.asynccontextmanager
-    async def _exclusively(self) -> AsyncIterator[None]:
-        if self._busy.locked():
-            raise ConflictError("another weight update is in progress")
-        async with self._busy:
-            yield
+    async def close(self) -> None:
+        """Leave all groups. One whose peers keep it for longer than a few seconds goes with the process."""
+        leaving = [asyncio.ensure_future(in_daemon_thread(self._leave, name)) for name in list(self.groups)]
+        if leaving:
+            await asyncio.wait(leaving, timeout=CLOSE_TIMEOUT)
 
 
 def in_daemon_thread(function: Callable[..., T], *args) -> Awaitable[T]:

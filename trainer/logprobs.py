@@ -16,6 +16,8 @@ from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 from ..model.packing import kept_tokens
+from ..model.paged import group_size
+from ..model.routing import KEYWORD, RoutedExperts
 
 
 def token_logprobs(
@@ -27,9 +29,12 @@ def token_logprobs(
     prompt_lens: Sequence[int] | None = None,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    return_routed_experts: bool = False,
+    return_router_loss: bool = False,
     chunk: int | None = None,
     forward: Callable | None = None,
     tokenizer: Any = None,
+    routed_experts: Sequence[np.ndarray | Tensor | None] | None = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
 
@@ -41,9 +46,15 @@ def token_logprobs(
     one kind per call; min_tokens needs prompt_lens); a token outside it has -inf and no gradient.
 
     return_entropy, return_argmax: return a tuple, with the entropies (nats) and the most likely tokens (int64) of the
-    distributions in the same shape. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
+    distributions in the same shape. return_routed_experts: next comes a list of the experts that the model's own
+    routers chose, int64 [tokens, layers, k] per sequence. return_router_loss: and last their load-balancing loss over
+    all tokens, differentiable. chunk: rows of logits in memory at a time (None: 256, on a GPU 1024); changes no
     bit. forward: called in place of the model by code that runs inside a wrapped model's forward (DDP's, FSDP2's)
     and must not run the wrapper's hooks again. tokenizer: the engine's; structured_outputs need it, and prompt_lens.
+
+    routed_experts: for each sequence the experts that its tokens go to, or None, instead of those that routers choose
+    (R3, arXiv 2510.11370): int [tokens - 1 or tokens, layers, k] in any order, as `Completion.routed_experts`; -1
+    leaves a token its router's choice. Their weights are the router's own, so gradients reach it.
     """
     params = sampling_params or SamplingParams()
     if (params.min_tokens or params.structured_outputs) and prompt_lens is None:
@@ -54,11 +65,17 @@ def token_logprobs(
     lengths = [len(r) for r in rows]
     prompts = [1] * len(rows) if prompt_lens is None else _checked(prompt_lens, lengths)
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
-    batch = PackedBatch.of(model, rows, [n - prompt for n, prompt in zip(lengths, prompts, strict=True)])
-    found = batch.score(model, params, chunk or ops.backend(model.device).LOGIT_ROWS, forward, tokenizer)
+    counts = [n - prompt for n, prompt in zip(lengths, prompts, strict=True)]
+    batch = PackedBatch.of(model, rows, counts, routed_experts=routed_experts, note_experts=return_routed_experts)
+    rows_at_once = chunk or ops.backend(model.device).LOGIT_ROWS
+    found, router_loss = batch.score(model, params, rows_at_once, forward, tokenizer, return_router_loss)
     spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
-    extras = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
+    extras: list[Any] = [shaped.entropy] * return_entropy + [shaped.argmax] * return_argmax
+    if return_routed_experts:
+        assert batch.routed is not None and batch.routed.noted is not None
+        extras.append([*batch.routed.noted.split(lengths)])
+    extras += [router_loss] * return_router_loss
     return (shaped.logprob, *extras) if extras else shaped.logprob
 
 
@@ -97,12 +114,22 @@ class PackedBatch:
     counts: list[int]
     index: Tensor
     layout: ops.PagedLayout
+    routed: RoutedExperts | None = None
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, rows: list[Tensor], counts: list[int], shared: list[int] | None = None
+        cls,
+        model: PreTrainedModel,
+        rows: list[Tensor],
+        counts: list[int],
+        shared: list[int] | None = None,
+        routed_experts: Sequence[np.ndarray | Tensor | None] | None = None,
+        note_experts: bool = False,
     ) -> PackedBatch:
-        """Pack rows of token ids, without the first `shared` tokens of each, which are those of the row before it."""
+        """Pack rows of token ids, without the first `shared` tokens of each, which are those of the row before it.
+
+        routed_experts: see `token_logprobs`; then nothing is shared. note_experts: note the routers' own choices, too.
+        """
         exact_head(model)
         ids = torch.cat(rows)
         if ids.min() < 0 or ids.max() >= model.config.vocab_size:
@@ -110,14 +137,18 @@ class PackedBatch:
         lengths = [len(row) for row in rows]
         ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
         index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        group = model.config.num_attention_heads // model.config.num_key_value_heads
+        group = group_size(model.config)
         layout = ops.packed_layout(lengths, group, model.device, shared)
-        return cls(ids.to(model.device), counts, index.to(model.device), layout)
+        routed = None
+        if routed_experts is not None or note_experts:
+            routed = RoutedExperts.of_batch(model, lengths, routed_experts, note_experts)
+        return cls(ids.to(model.device), counts, index.to(model.device), layout, routed)
 
     def inputs(self) -> dict[str, Any]:
         """The keywords of an exact model's forward."""
         positions = self.layout.on(self.ids.device).positions.long()[None]
-        return {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
+        found = {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
+        return found if self.routed is None else found | {KEYWORD: self.routed}
 
     def score(
         self,
@@ -126,8 +157,12 @@ class PackedBatch:
         chunk: int,
         forward: Callable | None = None,
         tokenizer: Any = None,
-    ) -> ops.TokenLogprobs:
-        """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time."""
+        router_loss: bool = False,
+    ) -> tuple[ops.TokenLogprobs, Tensor | None]:
+        """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time.
+
+        router_loss: return the routers' load-balancing loss with it, not None.
+        """
         rows = ops.RowParams.repeat(len(self.index), params.temperature, params.top_k, params.top_p, params.min_p)
         targets = self.ids[self.index + 1]
         if params.min_tokens or params.structured_outputs is not None:
@@ -136,7 +171,8 @@ class PackedBatch:
                 masks += _masks(model, params, tokenizer, completion.tolist())
             rows.masks, rows.mask_rows = ops.stack_masks(masks)
         call = forward or model
-        return call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk))
+        found = call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk, router_loss))
+        return found if router_loss else (found, None)
 
 
 def exact_head(model: PreTrainedModel) -> LMHead:

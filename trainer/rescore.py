@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,50 +28,72 @@ def rescore(
     max_num_batched_tokens: int = 4096,
     share_prefixes: bool = True,
     tokenizer: Any = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,
+    note_experts: bool = False,
+) -> Iterator[tuple[Tensor, ...]]:
     """Exact log-probs of rollouts of any origin, packed to a token budget: those of `token_logprobs`, bit for bit.
 
     rollouts: (prompt token ids, completion token ids), read as needed. Yields, in their order, the completion's
     log-probs fp32 [T] and the model's most likely tokens int64 [T]. A single longer rollout is a batch of its own.
     share_prefixes: what a prompt has in common with the one before it is computed once; changes no bit.
-    tokenizer: the engine's, where sampling_params has structured_outputs.
+    tokenizer: the engine's, where sampling_params has structured_outputs. routed_experts: of each rollout, as
+    `token_logprobs` takes them; those with some share nothing. note_experts: yield the model's own, too, int64 [tokens
+    of prompt and completion, layers, k]; then nothing is shared.
     """
     params = sampling_params or SamplingParams()
-    for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes):
-        found = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
-        yield from zip(found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts), strict=True)
+    for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes, routed_experts, note_experts):
+        found, _ = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
+        columns = [found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts)]
+        if batch.routed is not None and batch.routed.noted is not None:
+            columns.append(batch.routed.noted.cpu().split(batch.layout.lengths))
+        yield from zip(*columns, strict=True)
 
 
 def packed_batches(
-    model: PreTrainedModel, rollouts: Iterable[Pair], budget: int, share_prefixes: bool = True
+    model: PreTrainedModel,
+    rollouts: Iterable[Pair],
+    budget: int,
+    share_prefixes: bool = True,
+    routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,
+    note_experts: bool = False,
 ) -> Iterator[PackedBatch]:
-    """Yield batches of at most `budget` tokens to compute; see `rescore`."""
+    """Yield batches of at most `budget` tokens to compute; see `rescore`. note_experts: see `PackedBatch.of`."""
     block = ops.backend(model.device).BLOCK
+    share_prefixes = share_prefixes and not note_experts
     before: Sequence[int] = ()
     rows: list[Tensor] = []
     counts: list[int] = []
     shared: list[int] = []
+    given: list[np.ndarray | Tensor | None] = []
     size = 0
-    for prompt, completion in rollouts:
+
+    def batch() -> PackedBatch:
+        experts = given if any(ids is not None for ids in given) else None
+        return PackedBatch.of(model, rows, counts, shared, experts, note_experts)
+
+    for (prompt, completion), experts in zip(rollouts, routed_experts or itertools.repeat(None), strict=False):
         if not len(prompt):
             raise ValueError("a rollout needs a prompt of at least one token")
         # whole blocks, and never the prompt's last token, whose logits are asked for
-        common = _common_prefix(before, prompt[:-1]) // block * block if rows and share_prefixes else 0
+        alike = rows and share_prefixes and experts is None and given[-1] is None
+        common = _common_prefix(before, prompt[:-1]) // block * block if alike else 0
         length = len(prompt) + len(completion)
         if rows and size + length - common > budget:
-            yield PackedBatch.of(model, rows, counts, shared)
+            yield batch()
             rows = []
             counts = []
             shared = []
+            given = []
             size = 0
             common = 0
         size += length - common
         rows.append(torch.tensor([*prompt[common:], *completion]))
         counts.append(len(completion))
         shared.append(common)
+        given.append(experts)
         before = prompt
     if rows:
-        yield PackedBatch.of(model, rows, counts, shared)
+        yield batch()
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from ..engine.model_runner import ModelRunner
 from ..kernels import ops
 from ..model import exact_model
 from ..model.adapter import PREFIX
+from ..model.experts import is_experts
 from ..scheduler import Batch
 from .logprobs import token_logprobs
 
@@ -168,21 +169,22 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
 def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[Tensor]]]]:
     """Inputs and outputs of every leaf module at every token, in order of completion; later forwards append.
 
-    A linear with its adapter, a module of modules in the trainer, counts as a leaf, named as in the base model.
+    A linear with its adapter, a module of modules in the trainer, counts as a leaf, named as in the base model. So do
+    experts, which call their activation by name.
     """
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def record(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         inputs, outputs = seen.setdefault(name, ([], []))
-        inputs += [_by_token(t) for t in args if torch.is_tensor(t)]
-        outputs += [_by_token(t) for t in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(t)]
+        inputs += _by_token(args)
+        outputs += _by_token(output if isinstance(output, tuple) else (output,))
 
     modules = {name.removeprefix(PREFIX): module for name, module in model.named_modules()}
     adapted = {name for name, module in modules.items() if hasattr(module, "base_layer")}
     handles = []
     for name, module in modules.items():
         inside = any(name.startswith(f"{outer}.") for outer in adapted)
-        if name in adapted or not (inside or list(module.children())):
+        if name in adapted or is_experts(module) or not (inside or list(module.children())):
             handles.append(module.register_forward_hook(partial(record, name)))
     try:
         yield seen
@@ -191,10 +193,10 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, tuple[list[Tensor], list[T
             handle.remove()
 
 
-def _by_token(tensor: Tensor) -> Tensor:
-    """[1, T, ...] or [R, ...] -> [tokens, ...], a copy."""
-    batched = tensor.dim() > 2 or not tensor.is_floating_point()  # [1, T] token ids and positions
-    return (tensor[0] if batched else tensor).detach().clone()
+def _by_token(values: tuple) -> list[Tensor]:
+    """Return a call's floating-point tensors, [1, T, ...] or [R, ...], as [tokens, ...], copies."""
+    tensors = [value for value in values if torch.is_tensor(value) and value.is_floating_point()]
+    return [(tensor[0] if tensor.dim() > 2 else tensor).detach().clone() for tensor in tensors]
 
 
 def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -245,4 +247,12 @@ def falsify(model: nn.Module, name: str) -> None:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(f"no module {name!r}: {error}") from error
-    module.register_forward_hook(lambda module, args, output: output * (1 + 4 * torch.finfo(output.dtype).eps))
+
+    def scale(output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(map(scale, output))
+        if not torch.is_tensor(output) or not output.is_floating_point():
+            return output
+        return output * (1 + 4 * torch.finfo(output.dtype).eps)
+
+    module.register_forward_hook(lambda module, args, output: scale(output))

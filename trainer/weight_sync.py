@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..engine.weights.group import WHOLE
 from ..engine.weights.spec import buckets, checksum, full_tensors
 from ..model.adapter import WEIGHTS, adapter_state, is_adapted, load_adapter_config
+from ..model.stored import Piece, by_tensor, stored_pieces, stored_state
 from .atomic import publish, sync
 from .fsdp import together
 
@@ -31,6 +32,7 @@ FILE_BYTES = 2**30
 def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
     """Write an HF checkpoint directory that appears whole or not at all, with a checksum of every tensor.
 
+    Tensors have the names that `save_pretrained` gives them, a layer's experts one by one.
     Of a model with an adapter, write PEFT's files of the adapter alone.
     Under FSDP2 all ranks must call it; a tensor at a time is gathered, and rank 0 writes, holding one file's tensors.
     Tokenizer files come along from where the model was loaded. An older directory of this name is replaced.
@@ -38,7 +40,7 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     target = pathlib.Path(folder)
     draft = target.with_name(f".{target.name}.incomplete")
     adapted = is_adapted(model)
-    state = adapter_state(model) if adapted else dict(model.named_parameters())  # tied ones once
+    state = adapter_state(model) if adapted else stored_state(model)
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
     alike = together if sharded else nullcontext
@@ -46,13 +48,14 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
         if writes:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
+    pieces = {} if adapted else by_tensor(stored_pieces(model))
     places: dict[str, str] = {}
     limit = WHOLE if adapted else max_file_bytes
     for number, pairs in enumerate(buckets(_tensors(state, writes), _nbytes, limit), 1):
         with alike():
             if writes:
                 name = WEIGHTS if adapted else f"model-{number:05}.safetensors"
-                tensors = dict(pairs)
+                tensors = dict(_as_stored(pairs, pieces))
                 sums = {n: checksum([t]) for n, t in tensors.items()}
                 save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
                 places |= dict.fromkeys(tensors, name)
@@ -83,6 +86,17 @@ def _tensors(state: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
     """(name, tensor) of the state, gathered. keep=False: without their values, only to take part."""
     for name, tensor in full_tensors(state):
         yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
+
+
+def _as_stored(
+    pairs: Iterable[tuple[str, Tensor]], pieces: Mapping[str, Mapping[str, Piece]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors under the names that checkpoints on a hub have: a layer's experts one by one."""
+    for name, tensor in pairs:
+        if name in pieces:
+            yield from ((stored, piece.of(tensor)) for stored, piece in pieces[name].items())
+        else:
+            yield name, tensor
 
 
 def _nbytes(pair: tuple[str, Tensor]) -> int:

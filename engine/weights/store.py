@@ -17,8 +17,11 @@ from ...model.adapter import is_adapter_tensor, tensor_name
 from ...model.checkpoint import manifest
 from ...model.exact import all_finite
 from ...model.stage import shift_layer
+from ...model.stored import Piece, stored_pieces
 from .spec import TensorSpec, checksum
 from .table import WeightTable, WeightUpdateError, parts_of
+
+Packed = ops.PackedWeight | ops.PackedExperts
 
 
 class WeightStore:
@@ -40,20 +43,25 @@ class WeightStore:
         self.whole = whole
         self.adapter_dtype = getattr(torch, adapter_dtype)
         self.absent: set[str] = set()
-        self.dtype = model.dtype
         self.device = model.device
         self.recycled: dict[str, Any] = {}  # what the last update replaced: new memory costs as much as filling it
-        parameters = {shift_layer(n, first_layer): p for n, p in model.named_parameters(remove_duplicate=False)}
+        # buffers that are stored are weights, too: a router's e_score_correction_bias
+        state = {shift_layer(n, first_layer): p for n, p in model.state_dict(keep_vars=True).items()}
+        self.dtypes = {name: p.dtype for name, p in state.items()}
         modules = {shift_layer(name + ".", first_layer)[:-1]: module for name, module in model.named_modules()}
-        first_names = {id(p): name for name, p in reversed(parameters.items())}
+        first_names = {id(p): name for name, p in reversed(state.items())}
         self.places: dict[
             str, list[tuple[Any, str]]
         ] = {}  # (module, attribute) of each use; under a tensor's first name
-        for name, p in parameters.items():
+        for name, p in state.items():
             owner, _, leaf = name.rpartition(".")
             self.places.setdefault(first_names[id(p)], []).append((modules[owner], leaf))
-        tied = {name: first_names[id(p)] for name, p in parameters.items() if first_names[id(p)] != name}
-        self.table = WeightTable({name: tuple(p.shape) for name, p in parameters.items()}, tied, adapter)
+        tied = {name: first_names[id(p)] for name, p in state.items() if first_names[id(p)] != name}
+        pieces = {
+            shift_layer(name, first_layer): piece._replace(tensor=shift_layer(piece.tensor, first_layer))
+            for name, piece in stored_pieces(model).items()
+        }
+        self.table = WeightTable({name: tuple(p.shape) for name, p in state.items()}, tied, adapter, pieces)
         for name, module in modules.items():
             low_rank = getattr(module, "low_rank", None)
             for factor, leaf in (("A", "down"), ("B", "up")) if low_rank is not None else ():
@@ -62,13 +70,13 @@ class WeightStore:
                 self.table.shapes[tensor] = tuple(getattr(low_rank, leaf).shape)
         if model.config.tie_word_embeddings and model.get_output_embeddings() is None:
             for second, name in model._tied_weights_keys.items():  # on another stage, and yet ours by either name
-                if name in parameters:
+                if name in state:
                     self.table.tied[second] = name
                     self.table.shapes[second] = self.table.shapes[name]
 
     def owns(self, name: str) -> bool:
         """True if the tensor belongs here; a whole model owns all, so that unknown names are errors."""
-        return self.whole or name in self.table.shapes
+        return self.whole or name in self.table.shapes or name in self.table.pieces
 
     def specs(self) -> list[TensorSpec]:
         """The specs of the tensors in force, tied ones once."""
@@ -76,12 +84,12 @@ class WeightStore:
 
     def storage_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is kept."""
-        return torch.float32 if is_adapter_tensor(name) else self.dtype
+        return torch.float32 if is_adapter_tensor(name) else self.dtypes[self.table.tied.get(name, name)]
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in force, by its first name."""
         parts = list(self._parts(name))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts).view(self.table.shapes[name])
 
     def checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes; tied tensors under their first name."""
@@ -89,11 +97,13 @@ class WeightStore:
 
     def _parts(self, name: str) -> Iterator[Tensor]:
         module, leaf = self.places[name][0]
-        if not is_packed(module, leaf):
+        packed = packed_of(module, leaf)
+        if packed is None:
             yield getattr(module, leaf).detach()
             return
-        for rows in torch.arange(module.packed.features).split(1024):
-            yield module.packed.rows(rows)
+        for panels in packed.panels if isinstance(packed, ops.PackedExperts) else [packed.panels]:
+            for rows in torch.arange(packed.features).split(1024):
+                yield ops.backend(self.device).packed_rows(panels, rows)
 
     def switch(self, staged: StagedWeights) -> None:
         """Put staged tensors in place of the old ones, whose memory the next update takes. Nothing can fail here."""
@@ -107,20 +117,18 @@ class WeightStore:
         self.absent.difference_update(staged.tensors)
         staged.tensors = {}
 
-    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | ops.PackedWeight) -> None:
-        packs = isinstance(new, ops.PackedWeight)
-        old = module.packed if packs else getattr(module, leaf).data
-        before = old.panels if packs else old
-        after = new.panels if isinstance(new, ops.PackedWeight) else new
+    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | Packed) -> None:
+        old = packed_of(module, leaf) or getattr(module, leaf).data
+        before, after = (each if isinstance(each, Tensor) else each.panels for each in (old, new))
         if self.device.type == "cuda" and before.shape == after.shape:
             before.copy_(after)  # CUDA graphs know the address
             return
         if before.shape == after.shape and before.data_ptr() != after.data_ptr():  # else a tied tensor brought it
             self.recycled[name] = old
-        if packs:
-            module.packed = new
-        else:
+        if isinstance(new, Tensor):
             getattr(module, leaf).data = new
+        else:
+            put_packed(module, leaf, new)
 
     def drop(self) -> None:
         """Free all weights but the adapter's, which are few; only an update brings them back."""
@@ -129,10 +137,11 @@ class WeightStore:
         self.absent |= base
         for name in base:
             for module, leaf in self.places[name]:
-                if is_packed(module, leaf):
-                    module.packed = ops.PackedWeight(torch.empty(0, device=self.device), 0)
+                packed = packed_of(module, leaf)
+                if packed is not None:
+                    put_packed(module, leaf, type(packed)(torch.empty(0, device=self.device), 0))
                 else:
-                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtype, device=self.device)
+                    getattr(module, leaf).data = torch.empty(0, dtype=self.dtypes[name], device=self.device)
 
     def forget_adapter(self) -> None:
         """Count the adapter as absent."""
@@ -144,7 +153,8 @@ class StagedWeights:
 
     def __init__(self, store: WeightStore):
         self.store = store
-        self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
+        self.tensors: dict[str, Tensor | Packed] = {}  # by first names
+        self.partial: dict[str, Tensor] = {}  # those whose pieces come
         self.given: set[str] = set()
 
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -177,32 +187,57 @@ class StagedWeights:
 
     def _add(self, name: str, tensor: Tensor) -> None:
         store = self.store
-        if name in self.given:
-            raise WeightUpdateError(f"tensor {name!r} was given twice")
+        store.table.check_new(name, self.given)
         store.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
+        if name in store.table.pieces:
+            self._stage_piece(name, store.table.pieces[name], tensor.detach())
+        else:
+            self._stage(name, tensor.detach())
+        self.given.add(name)
+
+    def _stage_piece(self, name: str, piece: Piece, tensor: Tensor) -> None:
+        """Stage a piece, and with the last one the whole tensor."""
+        store = self.store
+        whole = piece.tensor
+        if whole not in self.partial:
+            shape = store.table.shapes[whole]
+            self.partial[whole] = torch.empty(shape, dtype=store.storage_dtype(whole), device=store.device)
+        piece.of(self.partial[whole]).copy_(tensor)
+        if all(part == name or part in self.given for part in store.table.pieces_of[whole]):
+            self._stage(whole, self.partial.pop(whole))
+
+    def _stage(self, name: str, tensor: Tensor) -> None:
+        store = self.store
         if is_adapter_tensor(name):
             tensor = tensor.to(store.adapter_dtype)
-        tensor = tensor.detach().to(store.device, store.storage_dtype(name))
+        tensor = tensor.to(store.device, store.storage_dtype(name))
         first = store.table.tied.get(name, name)
         if first in self.tensors:
             self._check_tied(name, tensor, self.tensors[first])
+            return
+        memory = store.recycled.pop(first, None)
+        packed: Any = next(filter(None, (packed_of(*place) for place in store.places[first])), None)
+        if packed is not None:
+            self.tensors[first] = packed.pack(tensor, memory)
         else:
-            memory = store.recycled.pop(first, None)
-            if any(is_packed(*place) for place in store.places[first]):
-                self.tensors[first] = ops.PackedWeight.pack(tensor, memory)
-            else:
-                self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
-        self.given.add(name)
+            self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
 
-    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | ops.PackedWeight) -> None:
+    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | Packed) -> None:
+        assert not isinstance(staged, ops.PackedExperts), "experts are never tied"
         if isinstance(staged, ops.PackedWeight):
             staged = staged.rows(torch.arange(staged.features, device=self.store.device))
         if not torch.equal(staged, tensor):
             raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
 
 
-def is_packed(module: nn.Module, leaf: str) -> bool:
-    """True where a module's parameter lives in its `packed` attribute instead."""
-    return leaf == "weight" and getattr(module, "packed", None) is not None
+def packed_of(module: nn.Module, leaf: str) -> Packed | None:
+    """Return what an engine keeps in place of a module's parameter, or None: a linear's `packed`, experts by name."""
+    found = getattr(module, "packed" if leaf == "weight" else leaf, None)
+    return found if isinstance(found, ops.PackedWeight | ops.PackedExperts) else None
+
+
+def put_packed(module: nn.Module, leaf: str, packed: Packed) -> None:
+    """Set what `packed_of` returns."""
+    setattr(module, "packed" if leaf == "weight" else leaf, packed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from ...kernels import ops
 from ...kernels.contract import Contract, NumericsError
 from ...model.adapter import adapter_state, is_adapted, is_adapter_tensor
 from ...model.exact import LMHead, contract_of
+from ...model.stored import Piece, by_tensor
 from .spec import TensorSpec
 
 Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
@@ -26,12 +28,19 @@ class WeightTable:
     """The names and shapes of a model's tensors. tied: name -> the first name of the same tensor.
 
     adapter: what it has beside the base model, as the contract says it. An adapter's tensors have their names in PEFT's
-    files. An update brings all of the adapter, all of the base, or both.
+    files. An update brings all of the adapter, all of the base, or both. pieces: what else a checkpoint may call a
+    tensor, or its parts (`stored_pieces`); an update brings each tensor under its own name or in all of its pieces.
     """
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     adapter: str = "none"
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+    @functools.cached_property
+    def pieces_of(self) -> dict[str, dict[str, Piece]]:
+        """The pieces of each tensor that has some."""
+        return by_tensor(self.pieces)
 
     @classmethod
     def union(cls, tables: Iterable[WeightTable]) -> WeightTable:
@@ -40,15 +49,25 @@ class WeightTable:
         for table in tables:
             whole.shapes |= table.shapes
             whole.tied |= table.tied
+            whole.pieces |= table.pieces
             whole.adapter = table.adapter
         return whole
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise WeightUpdateError unless the model has a tensor of this name and shape."""
-        if name not in self.shapes:
+        expected = self.pieces[name].shape if name in self.pieces else self.shapes.get(name)
+        if expected is None:
             raise WeightUpdateError(f"unknown tensor {name!r}; the model has none of this name")
-        if shape != self.shapes[name]:
-            raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(self.shapes[name])}")
+        if shape != expected:
+            raise WeightUpdateError(f"tensor {name!r} has shape {list(shape)}, expected {list(expected)}")
+
+    def check_new(self, name: str, given: Set[str]) -> None:
+        """Raise WeightUpdateError if a tensor was given before: under this name, or in a whole or a piece of it."""
+        same = [self.pieces[name].tensor] if name in self.pieces else self.pieces_of.get(name, {})
+        for other in (name, *same):
+            if other in given:
+                under = "" if other == name else f": it came as {other!r}, too"
+                raise WeightUpdateError(f"tensor {name!r} was given twice{under}")
 
     def check_spec(self, spec: TensorSpec, device: str = "cpu") -> None:
         """Raise WeightUpdateError where the model has no place for such a tensor. device: the type of its device."""
@@ -74,10 +93,15 @@ class WeightTable:
         parts: True for the adapter, False for the base; unset, those that the names are of, or else both.
         """
         parts = parts or parts_of(names or self.shapes)
-        wanted = {name for name in self.shapes if is_adapter_tensor(name) in parts}
-        given_by_first = {second for second, first in self.tied.items() if first in names}
-        given_by_second = {first for second, first in self.tied.items() if second in names}
-        return sorted(wanted - names - given_by_first - given_by_second)
+        missing = {name for name in self.shapes if is_adapter_tensor(name) in parts} - names
+        for name, pieces in self.pieces_of.items():
+            lacking = [piece for piece in pieces if piece not in names]
+            if name in missing and len(lacking) < len(pieces):
+                missing.remove(name)
+                missing.update(lacking)
+        missing -= {second for second, first in self.tied.items() if first not in missing}
+        missing -= {first for second, first in self.tied.items() if second not in missing}
+        return sorted(missing)
 
     def check_complete(self, names: set[str], parts: Set[bool] = frozenset()) -> None:
         """Raise WeightUpdateError where tensors are missing; see `missing`."""

@@ -8,13 +8,14 @@ import pathlib
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
 from ...model.adapter import WEIGHTS, describe, is_folder, load_adapter_config, resolve_placements
-from ...model.checkpoint import StoredWeights, manifest
-from ...model.exact import load_config
+from ...model.checkpoint import CheckpointError, StoredWeights, manifest
+from ...model.exact import check_same_numerics, load_config
 from .spec import TensorSpec, gathering, specs_of
 from .table import Source, WeightTable, WeightUpdateError, check_contract, parts_of
 from .workers import Workers
@@ -56,8 +57,7 @@ class WeightUpdate:
         """
         names = set(self.given)
         for spec in specs:
-            if spec.name in names:
-                raise WeightUpdateError(f"tensor {spec.name!r} was given twice")
+            self.table.check_new(spec.name, names)
             self.table.check_spec(spec)
             names.add(spec.name)
         if complete:
@@ -69,8 +69,8 @@ class WeightUpdate:
         A PEFT model and a folder with PEFT's files bring the adapter alone.
 
         Raises WeightUpdateError when a tensor is missing (of a module or directory), unknown, given twice, of another
-        shape, of an unsupported dtype, or not finite; NumericsError when a module's contract isn't `contract` (None:
-        any module will do).
+        shape, of an unsupported dtype, or not finite; CheckpointError for damaged files; NumericsError when a module's
+        contract isn't `contract` (None: any module will do), or a directory's config.json asks for other numerics.
         """
         if isinstance(source, nn.Module):
             self._load_module(source, contract)
@@ -96,17 +96,24 @@ class WeightUpdate:
         if theirs != self.table.adapter:
             raise WeightUpdateError(f"{path}: the adapter is {theirs}; the engine's is {self.table.adapter}")
         self.stored = None
-        self.workers.send_tensors(self.id, self._checked(load_file(path / WEIGHTS).items()))
+        try:
+            tensors = load_file(path / WEIGHTS)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path / WEIGHTS} is truncated, or not a safetensors file: {error}") from error
+        self.workers.send_tensors(self.id, self._checked(tensors.items()))
 
     def _load_directory(self, path: pathlib.Path) -> None:
         """Workers read a directory by themselves."""
         stored = StoredWeights.at(path)
         entries = manifest(path)
+        if (path / "config.json").is_file():
+            check_same_numerics(load_config(self.model), load_config(path))
+        names = set(self.given)
         for name, (shape, _) in entries.items():
+            self.table.check_new(name, names)
             self.table.check_shape(name, shape)
+            names.add(name)
         self.table.check_complete(set(entries))
-        if twice := self.given & set(entries):
-            raise WeightUpdateError(f"tensor {min(twice)!r} was given twice: a directory brings all of them")
         self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
         if not stored.unchanged:
             raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
@@ -118,8 +125,7 @@ class WeightUpdate:
         for name, tensor in pairs:
             if not isinstance(tensor, Tensor):
                 raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
-            if name in self.given:
-                raise WeightUpdateError(f"tensor {name!r} was given twice")
+            self.table.check_new(name, self.given)
             self.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
             yield name, tensor
             self.given.add(name)

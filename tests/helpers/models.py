@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from helpers.families import make_family
+
 AWKWARD = {
     "vocab_size": 1001,
     "hidden_size": 100,
@@ -40,7 +42,9 @@ CONFIGS = {
 
 
 def make_checkpoint(folder, name: str, seed: int = 0, **overrides):
-    """Writes a random model and returns its folder."""
+    """Writes a random model, of `CONFIGS` or of `helpers.families`, and returns its folder."""
+    if name not in CONFIGS:
+        return make_family(folder, name, seed, **overrides)
     cls, extra = CONFIGS[name]
     config = cls(**{**AWKWARD, **extra, **overrides})
     torch.manual_seed(seed)

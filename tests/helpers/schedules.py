@@ -130,3 +130,13 @@ def check_results(models, requests, results) -> int:
                     part = slice(span.start, span.end)
                     assert c.raw_logprobs[part] == raw[span.version % len(models)][part]
     return mixed
+
+
+@torch.no_grad()
+def check_against_trainer(model, requests, results) -> None:
+    """Compare log-probs, as bits, with those of the trainer's packed forward."""
+    for (prompt, params), out in zip(requests, results, strict=True):
+        sequences = [prompt + c.token_ids for c in out.completions]
+        logprobs = token_logprobs(model, sequences, params, prompt_lens=[len(prompt)] * params.n)
+        for c, expected in zip(out.completions, logprobs, strict=True):
+            assert torch.equal(torch.tensor(c.logprobs), expected[len(prompt) :])

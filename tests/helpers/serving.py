@@ -56,14 +56,19 @@ def free_port() -> int:
 class Serving:
     """A running server. `service` and `engine` are its insides, for what can't be seen from outside."""
 
-    def __init__(self, path, llm: dict | None = None, **options):
+    def __init__(self, path, llm: dict | None = None, control: bool = False, **options):
         settings = {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 16} | (llm or {})
         self.llm = LLM(path, **settings)
         self.app = create_app(self.llm, "tiny", **options)
         self.port = free_port()
         config = uvicorn.Config(self.app, "127.0.0.1", self.port, log_config=None, timeout_keep_alive=75)
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.control_port = self.port
+        listeners = None
+        if control:  # as `serve` does without an admin key
+            listeners = [socket.create_server(("127.0.0.1", port)) for port in (self.port, 0)]
+            self.control_port = options["guard"].control_port = listeners[1].getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=(listeners,), daemon=True)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Serving:

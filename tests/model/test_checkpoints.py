@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
+import struct
 
 import pytest
 import torch
@@ -64,3 +66,64 @@ def test_what_a_trainer_saves_is_a_checkpoint_of_the_same_model_for_anybody(chec
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     again = exact_model(tmp_path).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("entry", ["/etc/passwd", "../other/model.safetensors", "a/../../x.safetensors"])
+def test_an_index_names_files_below_its_directory_alone(checkpoint, tmp_path, entry):
+    path = copy_of(checkpoint("llama"), tmp_path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": entry}}))
+    with pytest.raises(CheckpointError, match="not below its directory"):
+        manifest(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json", "[]", "5", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}',
+     '{"weight_map": {"a": null}}'],
+)  # fmt: skip
+def test_an_index_of_another_form_is_refused(checkpoint, tmp_path, text):
+    path = copy_of(checkpoint("llama"), tmp_path)
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
+        manifest(path)
+
+
+def file_of(header: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", file_of(b"[1]"), file_of(b"{}" * 9), file_of(b'{"a": {"shape": [1], "data_offsets": [0, 4]}}') + b"1234",
+     file_of(b'{"a": {"dtype": "F32", "shape": [1]}}') + b"1234", file_of(b"secret", 2**62), file_of(b'{"secret'),
+     file_of(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}') + b"12"],
+)  # fmt: skip
+def test_a_file_with_another_header_is_refused_without_a_word_of_it(checkpoint, tmp_path, data):
+    path = copy_of(checkpoint("llama"), tmp_path)
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated, or not a safetensors file") as refused:
+        manifest(path)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_length_of_a_header_is_not_believed(checkpoint, tmp_path):
+    """A sparse file whose header claims 8 GB costs neither time nor memory."""
+    path = copy_of(checkpoint("llama"), tmp_path)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(file_of(b"{", 2**33))
+        file.truncate(2**33 + 8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        manifest(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_a_directory_that_is_none_and_a_file_that_is_none_are_told_apart(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        manifest(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="has no safetensors files"):
+        manifest(tmp_path / "empty")
+    os.mkfifo(tmp_path / "empty" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is not there, or no file"):
+        manifest(tmp_path / "empty")

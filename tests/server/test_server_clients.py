@@ -17,6 +17,7 @@ import torch
 
 from samebits import LLM, SamplingParams
 
+from helpers.processes import command_line, started
 from helpers.serving import Serving, free_port, served_checkpoint, wait_for
 
 pytestmark = pytest.mark.slow
@@ -46,25 +47,6 @@ def servers(path):
 
 
 @contextlib.contextmanager
-def started(command, port, seconds=60):
-    """A process that answers /health on a port."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-
-        def answers():
-            assert process.poll() is None, process.stdout.read()
-            with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-
-        wait_for(answers, seconds)
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-@contextlib.contextmanager
 def router(module, servers):
     """A router in front of the servers, round robin; an HTTP client of it. Each server must get a part."""
     pytest.importorskip(module)
@@ -75,14 +57,6 @@ def router(module, servers):
         yield http
     after = [sum(s.engine.finished.values()) for s in servers]
     assert all(a > b for a, b in zip(after, before, strict=True)), "one server got nothing"
-
-
-@contextlib.contextmanager
-def command_line(path, *options, seconds=60):
-    port = free_port()
-    command = [Path(sys.executable).with_name("samebits"), "serve", path, "--port", str(port), *options]
-    with started([*map(str, command), "--kv-cache-memory-bytes", str(2**22)], port, seconds) as process:
-        yield process, f"http://127.0.0.1:{port}"
 
 
 # --- routers and clients ----------------------------------------------------------------------------------------------

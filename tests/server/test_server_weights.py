@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samebits import LLM, NumericsError, SamplingParams
-from samebits.engine.weights import TransferError, WeightGroup, specs_of
+from samebits.engine.weights import TransferError, specs_of
 from samebits.engine.weights.group import WHOLE
 from samebits.integrations import Client, ServerError
 from samebits.server.updates import MAX_LABELS, VersionLabels
@@ -18,6 +18,7 @@ from samebits.trainer import exact_model, token_logprobs
 
 from helpers.models import make_checkpoint
 from helpers.serving import Serving, free_port, in_background, served_checkpoint, wait_for
+from helpers.weights import Sender
 
 PROMPT = [17, 900, 3, 44]
 PARAMS = SamplingParams(n=2, max_tokens=9, seed=1, logprobs=0)
@@ -104,38 +105,9 @@ def test_a_trainer_in_another_process_updates_the_weights(server, updated, old_r
 def test_a_trainer_killed_in_its_broadcast_leaves_the_old_weights(server, updated, old_rollout):
     done = subprocess.run([sys.executable, "-c", TRAINER, updated, server.url, "die"], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_for(lambda: not server.service.updates._busy.locked(), 20)
+    wait_for(lambda: server.engine.state.update is None, 20)
     assert served(server) == old_rollout
     assert server.get("/weight_info")["weight_version"] == "default"
-
-
-class Sender:
-    """Rank 0 of a group that the server is asked to join."""
-
-    def __init__(self, server, dialect="sglang", name="g"):
-        self.server, self.name = server, name
-        where = {"master_address": "127.0.0.1", "master_port": str(free_port()), "rank_offset": 1, "world_size": 2,
-                 "group_name": name, "backend": "gloo"}  # fmt: skip
-        routes = {
-            "sglang": ("/init_weights_update_group", where),
-            "vllm": ("/init_weight_transfer_engine", {"init_info": where}),
-        }
-        with in_background(server.post, *routes[dialect]) as replies:
-            self.group = WeightGroup("127.0.0.1", where["master_port"], 0, 2, name, timeout=4)
-        assert replies[0].json()["success"] is True, replies[0].text
-
-    def body(self, state, **more):
-        specs = specs_of(state)
-        dtypes = [str(s.dtype).removeprefix("torch.") for s in specs]
-        lists = {"names": [s.name for s in specs], "dtypes": dtypes, "shapes": [list(s.shape) for s in specs]}
-        return {**lists, "group_name": self.name, **more}
-
-    def send(self, state, bucket_bytes=None, **more):
-        """The server's reply."""
-        body = self.body(state, **more)
-        with in_background(self.server.post, "/update_weights_from_distributed", body) as replies:
-            self.group.send(state.items(), specs_of(state), bucket_bytes)
-        return replies[0]
 
 
 def test_a_whole_update_over_a_group_tensor_by_tensor_or_flattened(server, state, new_rollout):
@@ -264,7 +236,7 @@ def test_a_damaged_update_is_a_400_and_the_old_version_serves_on(
 def test_a_sender_that_never_sends_is_a_500_in_time_while_requests_are_served(server, state, old_rollout):
     sender = Sender(server)
     with in_background(server.post, "/update_weights_from_distributed", sender.body(state)) as replies:
-        wait_for(lambda: server.service.updates._busy.locked())
+        wait_for(lambda: server.engine.state.update is not None)
         assert server.post("/update_weights_from_disk", {"model_path": "x"}).status_code == 409
         assert served(server) == old_rollout
     assert (replies[0].status_code, replies[0].json()["success"]) == (500, False)

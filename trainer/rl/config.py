@@ -44,6 +44,8 @@ class TrainConfig:
     before it."""
     kl_coef: float = 0.0
     """Weight of the KL to the initial model."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the loss that keeps the experts of a mixture equally busy, as transformers computes it; 0 is off."""
     steps: int = 200
     """Steps of the whole run."""
     groups_per_step: int = 16
@@ -99,7 +101,7 @@ class TrainConfig:
         for name in ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_pack", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("staleness", "kl_coef", "warmup", "save_every", "weight_decay", "lr"):
+        for name in ("staleness", "kl_coef", "router_aux_loss_coef", "warmup", "save_every", "weight_decay", "lr"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if not self.max_grad_norm > 0:

@@ -24,6 +24,7 @@ from ...engine import LLM
 from ...engine.sampling_params import RequestOutputKind
 from ...kernels.contract import Contract, NumericsError
 from ...model.exact import contract_of, exact_model
+from ...model.routing import load_balancing_loss_of
 from ..fsdp import init_process_group, shard, together
 from .checkpoint import STATE, latest, load_checkpoint, save_checkpoint, step_of
 from .config import TrainConfig
@@ -72,6 +73,8 @@ class Trainer:
             self.model.gradient_checkpointing_enable()
             self.model.train()
         reference = self._load_model().requires_grad_(False) if config.kl_coef else None
+        if config.router_aux_loss_coef and load_balancing_loss_of(self.model) is None:
+            raise ValueError(f"router_aux_loss_coef: transformers has no such loss for {type(self.model).__name__}")
         self.objective = Objective(config, self.model, reference)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
@@ -189,7 +192,7 @@ class Trainer:
         for minibatch in minibatches:
             for members in minibatch.packs if minibatch.rollouts else ():
                 rollouts = [minibatch.rollouts[i] for i in members]
-                logprobs, _ = completion_logprobs(self.model, rollouts, self.config.sampling)
+                logprobs, *_ = completion_logprobs(self.model, rollouts, self.config.sampling)
                 self._see(comparison, rollouts, logprobs)
                 old |= {id(r): values for r, values in zip(rollouts, logprobs, strict=True)}
         return old, comparison
@@ -199,12 +202,14 @@ class Trainer:
         comparison, and needs no forward of its own."""
         by_token = self.config.recipe.aggregation == "token-mean"
         count = sum(len(r.token_ids) for r in minibatch.rollouts) if by_token else len(minibatch.rollouts)
+        tokens = sum(len(r.sequence) for r in minibatch.rollouts)
         parts = []
         for number, members in enumerate(minibatch.packs, 1):
             rollouts = [minibatch.rollouts[i] for i in members]
             before = [old[id(r)] for r in rollouts if id(r) in old] or None
             self.model.set_requires_gradient_sync(number == len(minibatch.packs))  # type: ignore[operator]
-            loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count)
+            share = sum(len(r.sequence) for r in rollouts) / max(1, tokens)
+            loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count, share)
             (loss * (self.world * self.loss_scale)).backward()  # FSDP takes the mean over ranks
             parts.append(found)
             if before is None:

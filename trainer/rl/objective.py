@@ -29,17 +29,20 @@ def total(parts: Iterable[Sums]) -> Sums:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, rollouts: list[Trajectory], params: SamplingParams
-) -> tuple[list[Tensor], Tensor]:
-    """Log-probs fp32 [T] of each completion, and all entropies [sum of T].
+    model: PreTrainedModel, rollouts: list[Trajectory], params: SamplingParams, router_loss: bool = False
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Log-probs fp32 [T] of each completion, all entropies [sum of T], and the routers' loss if it is asked for.
 
     Without rollouts, a forward all the same: under FSDP a rank with nothing to do takes part in the others'.
     """
     sequences = [r.sequence for r in rollouts] or [[0]]
     lens = [len(r.prompt_token_ids) for r in rollouts] or [1]
-    logprobs, entropies = token_logprobs(model, sequences, params, prompt_lens=lens, return_entropy=True)
+    logprobs, entropies, *more = token_logprobs(
+        model, sequences, params, prompt_lens=lens, return_entropy=True, return_router_loss=router_loss
+    )
     completions = [values[n:] for values, n in zip(logprobs, lens, strict=True)]
-    return completions[: len(rollouts)], torch.cat([values[n:] for values, n in zip(entropies, lens, strict=True)])
+    entropy = torch.cat([values[n:] for values, n in zip(entropies, lens, strict=True)])
+    return completions[: len(rollouts)], entropy, more[0] if more else None
 
 
 class Objective:
@@ -51,22 +54,29 @@ class Objective:
         self.reference = reference
 
     def __call__(
-        self, rollouts: list[Trajectory], advantages: Tensor, old: list[Tensor] | None, normalizer: float
+        self,
+        rollouts: list[Trajectory],
+        advantages: Tensor,
+        old: list[Tensor] | None,
+        normalizer: float,
+        share: float = 1.0,
     ) -> tuple[Tensor, list[Tensor], Sums]:
         """(loss, the completions' log-probs, sums for `report`).
 
         advantages: fp64 [S]. old: log-probs of the policy that the update started from, each fp32 [T]; None when that
-        is the model as it is. normalizer: tokens or sequences of the whole update, as the algorithm counts.
+        is the model as it is. normalizer: tokens or sequences of the whole update, as the algorithm counts. share: the
+        part of the update's tokens, prompts included, that the pack has: the weight of its routers' loss.
         """
         config = self.config
         recipe = config.recipe
-        current, entropy = completion_logprobs(self.model, rollouts, config.sampling)
+        coefficient = config.router_aux_loss_coef
+        current, entropy, balance = completion_logprobs(self.model, rollouts, config.sampling, coefficient > 0)
         reference: list[Tensor] = []
         if self.reference is not None:
             with torch.no_grad():
-                reference, _ = completion_logprobs(self.reference, rollouts, config.sampling)
+                reference, *_ = completion_logprobs(self.reference, rollouts, config.sampling)
         if not rollouts:
-            return entropy.sum() * 0.0, [], {}
+            return (entropy.sum() if balance is None else entropy.sum() + balance) * 0.0, [], {}
         lengths = [len(r.token_ids) for r in rollouts]
         tokens = torch.cat(current)
         data = LogProbs(
@@ -94,6 +104,9 @@ class Objective:
             if config.kl == "k3":
                 mean = aggregate(kl, data.mask, data, recipe.aggregation, "original", divisor, normalizer)
                 loss = loss + config.kl_coef * mean
+        if balance is not None:
+            loss = loss + coefficient * share * balance
+            sums["router_loss"] = float(balance.detach()) * len(tokens)
         return loss, current, sums
 
     @torch.no_grad()
@@ -115,11 +128,11 @@ def report(sums: Sums) -> dict[str, float]:
     """Means per token of an update's sums (of all ranks); corrections as `summarize` has them.
 
     k1, k3: estimators of the mismatch KL(rollout || old). kl: k3 of the KL to the reference. contribution_*: C(r) of
-    current/rollout, by the advantage's sign. Empty without tokens.
+    current/rollout, by the advantage's sign. router_loss: the load-balancing loss. Empty without tokens.
     """
     if not sums:
         return {}
-    own = ("entropy", "clipped", "k1", "k3", "kl", "contribution_positive", "contribution_negative")
+    own = ("entropy", "clipped", "k1", "k3", "kl", "contribution_positive", "contribution_negative", "router_loss")
     result = {name: sums[name] / sums["tokens"] for name in own if name in sums}
     corrected = {name: torch.tensor(value) for name, value in sums.items() if name not in own}
     return result | {f"correction/{name}": value for name, value in summarize(corrected).items()}

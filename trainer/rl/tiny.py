@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from ..logprobs import token_logprobs
 from .tasks import Task
@@ -17,8 +24,11 @@ PAD = "<pad>"
 EOS = "<eos>"
 
 
-def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, **config) -> None:
-    """Write a random Llama of 0.8 M parameters with a tokenizer of single characters; `config` overrides its own."""
+def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, experts: bool = False, **config) -> None:
+    """Write a random Llama of 0.8 M parameters with a tokenizer of single characters; `config` overrides its own.
+
+    experts: a Qwen3-MoE instead, of 1.9 M parameters, 0.7 M of which a token meets: 8 experts, 2 per token.
+    """
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *dict.fromkeys(alphabet)])}
     characters = Tokenizer(models.WordLevel(vocabulary))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
@@ -28,9 +38,13 @@ def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, **c
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
     }  # fmt: skip
+    kind: Any = LlamaConfig
+    if experts:
+        kind = Qwen3MoeConfig
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     ids = {"vocab_size": len(vocabulary), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(LlamaConfig(**{**sizes, **ids, **config})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(kind(**{**sizes, **ids, **config})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

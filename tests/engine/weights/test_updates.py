@@ -1,6 +1,7 @@
 """Weight updates of one engine: all or nothing, and each token is its version's."""
 
 import functools
+import json
 import time
 
 import pytest
@@ -288,3 +289,33 @@ def test_a_version_too_large_to_handle_is_refused_before_anything_changes(llm, u
         llm.update_weights(exact_model(updated), version=2**200)
     assert llm.weight_version == 0
     assert pairs(generate(llm, [PROMPT], params)[0]) == pairs(before)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rope_theta", 123.0), ("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("num_attention_heads", 10),
+     ("rope_scaling", {"rope_type": "linear", "factor": 2.0}), ("quantization_config", {"quant_method": "fp8"})],
+)  # fmt: skip
+def test_a_directory_whose_config_asks_for_other_numerics_is_refused(checkpoint, updated, tmp_path, field, value):
+    llm = engine(checkpoint("llama"))
+    path = copy_of(updated, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    rope = field.startswith("rope") and config.pop("rope_parameters", {})
+    changed = config | ({"rope_theta": rope["rope_theta"]} if rope else {}) | {field: value}
+    (path / "config.json").write_text(json.dumps(changed))
+    before = generate(llm, [PROMPT], SamplingParams(max_tokens=5, seed=1))[0]
+    with pytest.raises(NumericsError, match="rope_parameters" if rope else field):
+        llm.update_weights(path)
+    assert llm.weight_version == 0
+    assert pairs(generate(llm, [PROMPT], SamplingParams(max_tokens=5, seed=1))[0]) == pairs(before)
+
+
+def test_a_directory_may_say_otherwise_what_decides_no_bit(checkpoint, updated, tmp_path):
+    llm = engine(checkpoint("llama"))
+    path = copy_of(updated, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    more = {"transformers_version": "4.0.0", "use_cache": False, "eos_token_id": 7, "dtype": "bfloat16", "of_others": 1}
+    (path / "config.json").write_text(json.dumps(config | more))
+    assert llm.update_weights(path) == 1
+    (path / "config.json").unlink()
+    assert llm.update_weights(path) == 2

@@ -1,0 +1,74 @@
+"""`samebits diagnose` on a mixture of experts: which experts differ, and what replaying the engine's would remove."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..correction import Diagnosis, RoutingDiagnosis
+from ..engine import SamplingParams
+from ..engine.expert_wire import shape_ids
+from ..integrations.rollouts import Rollout, RolloutFormatError
+from ..model.routing import expert_sizes, routers
+from ..trainer.rescore import rescore
+from .provenance import pair_of
+
+SHOWN = ("mean_abs", "k3", "max_abs", "chi2_token", "chi2_sequence")  # of a mismatch, with and without replay
+
+
+class ReplayReport:
+    """What an engine's experts do to its rollouts. routing: theirs against the model's own choices; own, replayed: the
+    mismatch, with the model's choices and with the engine's."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.routing = RoutingDiagnosis(sorted(routers(model)))
+        self.own = Diagnosis()
+        self.replayed = Diagnosis()
+
+    def summary(self) -> dict[str, Any] | None:
+        """The report as plain numbers; None where no rollout said its experts."""
+        if not self.routing.tokens:
+            return None
+        both = {"own": self.own.summary(), "replayed": self.replayed.summary()}
+        return self.routing.summary() | {name: {key: s[key] for key in SHOWN} for name, s in both.items()}
+
+
+def scored_with_replay(
+    rollouts: Iterable[Rollout], model: PreTrainedModel, params: SamplingParams, report: ReplayReport
+) -> Iterator[Rollout]:
+    """Each rollout with `reference`, `best_token_ids`, and, if it says its experts, `replayed`; `report` gets these."""
+    asked, again, given, waiting = itertools.tee(rollouts, 4)
+    vocab = model.config.vocab_size
+    own = rescore(model, (pair_of(r, vocab) for r in asked), params, note_experts=True)
+    pairs = (pair_of(r, vocab) for r in again if r.routed_experts is not None)
+    replayed = rescore(model, pairs, params, routed_experts=filter(_known, (experts_of(r, model) for r in given)))
+    for rollout, (logprobs, best, chosen) in zip(waiting, own, strict=True):
+        rollout.reference = logprobs.double().numpy()
+        rollout.best_token_ids = best.numpy()
+        experts = experts_of(rollout, model)
+        if experts is not None:
+            rollout.replayed = next(replayed)[0].double().numpy()
+            report.routing.add(experts, chosen[: len(experts)])
+        yield rollout
+
+
+def _known(experts: Tensor | None) -> bool:
+    return experts is not None
+
+
+def experts_of(rollout: Rollout, model: PreTrainedModel) -> Tensor | None:
+    """The experts that a rollout says, int64 [tokens - 1, layers, k], or None. RolloutFormatError for a wrong shape."""
+    if rollout.routed_experts is None:
+        return None
+    layers, _, k = expert_sizes(model)
+    prompt = 0 if rollout.prompt_token_ids is None else len(rollout.prompt_token_ids)
+    try:
+        ids = shape_ids(rollout.routed_experts, prompt + len(rollout.token_ids), layers, k)
+    except ValueError as error:
+        raise RolloutFormatError(f"{rollout.source}: {error}") from error
+    return torch.from_numpy(ids.astype("int64"))

@@ -1,0 +1,57 @@
+"""The experts of a finished sample's tokens, read from where the workers noted them beside the KV cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .executor import Executor
+from .request import Sample
+
+
+class EndedSample(NamedTuple):
+    """A sample that has ended, how many of its tokens want their experts, and the KV slots of those that have any."""
+
+    sample: Sample
+    wanted: int
+    slots: np.ndarray
+
+
+class ExpertReader:
+    """Gives samples that end their `routed_experts`, where their requests ask for them."""
+
+    def __init__(self, executor: Executor, block_size: int):
+        self.executor = executor
+        self.block_size = block_size
+        self._ended: list[EndedSample] = []
+
+    def note_end(self, sample: Sample) -> None:
+        """Note where the experts of a sample's tokens are: call it before the sample loses its blocks."""
+        params = sample.request.params
+        if not params.routed_experts:
+            return
+        start = params.routed_experts_prompt_start
+        end = len(sample.token_ids) - 1  # nothing follows the last token
+        positions = np.arange(start, max(start, min(end, sample.num_cached_tokens)))
+        blocks = np.array(sample.block_table, np.int64)[positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        self._ended.append(EndedSample(sample, max(0, end - start), slots))
+
+    def read(self) -> None:
+        """Read the experts of all samples that have ended, before another step is scheduled, which may reuse blocks."""
+        if not self._ended:
+            return
+        stages = self.executor.collective_rpc("read_routed_experts", np.concatenate([e.slots for e in self._ended]))
+        k = max(part.shape[2] for part in stages)  # 0 in a stage without experts
+        found = np.concatenate([np.pad(part, [(0, 0), (0, 0), (0, k - part.shape[2])]) for part in stages], 1)
+        dtype = np.uint8 if self.executor.info.num_experts <= 256 else np.uint16
+        first = 0
+        for sample, wanted, slots in self._ended:
+            rows = found[first : first + len(slots)]
+            first += len(slots)
+            sample.routed_experts = rows.astype(dtype)
+            if len(rows) < wanted:
+                sample.routed_experts = np.full((wanted, *rows.shape[1:]), -1, np.int32)
+                sample.routed_experts[: len(rows)] = rows
+        self._ended = []

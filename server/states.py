@@ -1,0 +1,123 @@
+"""The server's states and every transition between them, in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+from ..engine import LLM, WeightUpdate
+
+StateName = Literal["serving", "pausing", "paused", "updating", "asleep", "stopping"]
+
+
+class ConflictError(RuntimeError):
+    """Something else is in the way of what was asked."""
+
+
+class UnavailableError(RuntimeError):
+    """The server takes no request now; the client may try again later."""
+
+
+class ServerState:
+    """What the server does now. The event loop alone changes it; no transition waits, so none meets another half-way.
+
+    | call | from | to |
+    |---|---|---|
+    | a pause that waits | serving, with requests | pausing; paused when the last request ends |
+    | | serving, without any; paused, without any | paused |
+    | | paused or asleep, with requests, which can't end | 409 |
+    | any other pause | serving, pausing, paused | paused; pauses that still wait are over: 409 unless nothing runs |
+    | a resume | pausing | serving; the pauses that wait are over: 409 |
+    | | paused | serving |
+    | | updating | 409; tensors that came in part are forgotten, so that the next resume is served |
+    | a weight update | any but updating | updating, and back; also between the calls that bring its tensors |
+    | | updating, by another call | 409 |
+    | memory is released | any | asleep; the pauses that wait are over: 409 |
+    | memory is taken back | asleep | what was there before; vLLM's wake_up resumes, too, if no update is under way |
+    | SIGTERM | any | stopping, for good |
+
+    updating and asleep lie over the other three, which go on below them. One name is told: the topmost.
+
+    pause_mode: of the pause in force. refuses: it turns new requests away, and doesn't keep them. update: what the call
+    that updates weights does. pending: the update whose tensors have come in part.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.paused = threading.Event()  # which the engine's thread reads
+        self.pause_mode: str | None = None
+        self.refuses = False
+        self.stopping = False
+        self.update: str | None = None
+        self.pending: WeightUpdate | None = None
+        self._waiting: asyncio.Event | None = None  # set when the pauses that wait are over
+
+    @property
+    def name(self) -> StateName:
+        """The topmost state."""
+        if self.stopping:
+            return "stopping"
+        if not (self.llm.has_weights and self.llm.has_kv_cache):
+            return "asleep"
+        if self.update is not None or self.pending is not None:
+            return "updating"
+        if self.paused.is_set():
+            return "paused"
+        return "serving" if self._waiting is None else "pausing"
+
+    def check_admits(self) -> None:
+        """Raise UnavailableError where new requests are turned away."""
+        if self.llm.failure is not None:
+            raise UnavailableError(f"the engine is broken: {self.llm.failure}; restart the server")
+        if self.stopping or self.refuses:
+            raise UnavailableError(f"the server is {'shutting down' if self.stopping else 'paused'}")
+        if not self.llm.ready and not self.paused.is_set():
+            raise UnavailableError("the engine sleeps or has no weights; wake it up, or update its weights")
+
+    # --- transitions ------------------------------------------------------------------------------------------------
+
+    def begin_pausing(self) -> asyncio.Event:
+        """Begin a pause that waits for running requests; return what is set when it is over, in either way."""
+        if self.paused.is_set() or not self.llm.ready:
+            raise ConflictError(f"the server is {self.name}: its requests can't end; resume it, or pause with abort")
+        self._waiting = self._waiting or asyncio.Event()
+        return self._waiting
+
+    def end_pausing(self) -> bool:
+        """End the pauses that wait. Return True if there were any."""
+        waiting = self._waiting
+        self._waiting = None
+        if waiting is not None:
+            waiting.set()
+        return waiting is not None
+
+    def pause(self, mode: str) -> None:
+        """Pause now."""
+        self.end_pausing()
+        self.paused.set()
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        """End all pauses."""
+        self.end_pausing()
+        self.paused.clear()
+        self.pause_mode = None
+        self.refuses = False
+
+    @contextlib.contextmanager
+    def updating(self, what: str) -> Iterator[None]:
+        """Be in a call that updates weights. Raises ConflictError in another one."""
+        self.check_no_update()
+        self.update = what
+        try:
+            yield
+        finally:
+            self.update = None
+
+    def check_no_update(self) -> None:
+        """Raise ConflictError, naming it, while a call updates weights."""
+        if self.update is not None:
+            raise ConflictError(f"a weight update is in progress ({self.update}); wait until it has ended")

@@ -1,0 +1,159 @@
+"""The experts that an engine reports are those of the trainer, as arrays, whatever the schedule was."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from samebits import LLM, SamplingParams
+from samebits.engine.sampling_params import RequestOutputKind
+from samebits.trainer import exact_model, token_logprobs
+
+from helpers.moe import save_tiny_moe
+from helpers.schedules import random_requests, run_schedule, tight_pool
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ["qwen3_moe", "glm4_moe"]
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(family) -> a checkpoint and the trainer's model of it."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            path = save_tiny_moe(tmp_path_factory.mktemp(family) / "model", family)
+            made[family] = path, exact_model(path)
+        return made[family]
+
+    return get
+
+
+def trainers_experts(model, sequence):
+    """[tokens - 1, layers, k], from the trainer's own routers."""
+    with torch.no_grad():
+        _, (experts,) = token_logprobs(model, [sequence], return_routed_experts=True)
+    return experts[:-1].numpy()
+
+
+def assert_trainers(model, output, start=0):
+    """All samples have finished with the trainer's experts."""
+    for c in output.completions:
+        expected = trainers_experts(model, output.prompt_token_ids + c.token_ids)[start:]
+        assert c.routed_experts.dtype == np.uint8
+        assert np.array_equal(c.routed_experts, expected)
+
+
+LAYOUTS = {
+    "one stage": {},
+    "drafts": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    "two stages": {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": 2},
+    "processes": {"replicas": 2, "pipeline_parallel_size": 2},
+}
+SLOW = {"processes"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_schedule_changes_them(request, models, family, layout):
+    """Chunks, prefix hits, several samples, preemption, aborts, updates, drafts, stages and replicas."""
+    if layout in SLOW:
+        request.getfixturevalue("ray_cluster")
+    path, model = models(family)
+    for case in range(1 if layout in SLOW else 2):
+        rng = random.Random(f"{family} {layout} {case}")
+        requests = [
+            (prompt, dataclasses.replace(params, routed_experts=True))
+            for prompt, params in random_requests(rng, VOCAB, 8, 60)
+        ]
+        results, _ = run_schedule(path, "float32", rng, requests, [model], **LAYOUTS[layout])
+        for output in results:
+            assert_trainers(model, output)
+
+
+def test_they_survive_preemption_and_prefix_hits(models):
+    path, model = models("qwen3_moe")
+    prompts = [[*range(3, 40), number] for number in range(6)]
+    params = SamplingParams(n=2, max_tokens=40, seed=1, ignore_eos=True, routed_experts=True)
+    llm = LLM(path, kv_cache_memory_bytes=tight_pool(model, [(prompts[0], params)], 4), max_num_batched_tokens=50)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert_trainers(model, output)
+    stats = llm.stats()
+    assert stats.preemptions and stats.prefix_hit_tokens, "the schedule proves nothing"
+
+
+def test_what_an_aborted_request_had_is_reported_and_the_rest_is_unknown(models):
+    path, model = models("qwen3_moe")
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=16)
+    prompt = list(range(3, 43))
+    request = llm.add_request(prompt, SamplingParams(n=2, max_tokens=9, routed_experts=True))
+    llm.step()
+    llm.abort(request)
+    (output,) = llm.step()
+    first, second = (c.routed_experts for c in output.completions)
+    expected = trainers_experts(model, prompt)
+    assert first.shape == second.shape == expected.shape
+    assert first.dtype == np.int32 and np.array_equal(first[:16], expected[:16])
+    assert (first[16:] == -1).all() and (second == -1).all()
+
+
+def test_they_start_where_they_are_asked_to_and_come_with_the_end(models):
+    path, model = models("qwen3_moe")
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20)
+    prompt = [7, 8, 9, 10, 11]
+    for start in (0, 3, 5, 100):
+        params = SamplingParams(max_tokens=4, seed=1, routed_experts=True, routed_experts_prompt_start=start)
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        assert_trainers(model, output, start)
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        request = llm.add_request(prompt, dataclasses.replace(params, output_kind=kind))
+        seen = []
+        while llm.has_unfinished_requests():
+            seen += [c.routed_experts for out in llm.step() for c in out.completions if out.request_id == request]
+        assert [e is None for e in seen] == [True, True, True, False]
+    plain = llm.generate([prompt], SamplingParams(max_tokens=4), use_tqdm=False)[0]
+    assert plain.completions[0].routed_experts is None
+
+
+def test_a_model_without_experts_and_wrong_settings_are_refused(models, checkpoint):
+    params = SamplingParams(routed_experts=True)
+    with pytest.raises(ValueError, match=r"routed_experts: .* is no mixture of experts"):
+        LLM(checkpoint("llama"), kv_cache_memory_bytes=1 << 20).generate([[5]], params, use_tqdm=False)
+    with pytest.raises(ValueError, match="which weren't asked for"):
+        SamplingParams(routed_experts_prompt_start=3)
+    with pytest.raises(ValueError, match="routed_experts_prompt_start must be at least 0"):
+        SamplingParams(routed_experts=True, routed_experts_prompt_start=-1)
+    with pytest.raises(TypeError, match="routed_experts must be a bool"):
+        SamplingParams(routed_experts=1)
+
+
+def test_they_outlive_the_kv_cache(models):
+    path, model = models("qwen3_moe")
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20)
+    params = SamplingParams(max_tokens=9, seed=1, routed_experts=True, ignore_eos=True)
+    request = llm.add_request([7, 8, 9], params)
+    llm.step()
+    llm.sleep()
+    llm.wake_up()
+    while llm.has_unfinished_requests():
+        found = {out.request_id: out for out in llm.step()}
+    assert_trainers(model, found[request])
+
+
+def test_more_than_256_experts(tmp_path):
+    path = save_tiny_moe(tmp_path, "qwen3_moe", num_experts=300, num_experts_per_tok=3)
+    output = LLM(path, kv_cache_memory_bytes=1 << 22).generate(
+        [[7, 8, 9]], SamplingParams(max_tokens=9, seed=1, routed_experts=True), use_tqdm=False
+    )[0]
+    (completion,) = output.completions
+    assert completion.routed_experts.dtype == np.uint16 and completion.routed_experts.max() > 255
+    assert np.array_equal(
+        completion.routed_experts, trainers_experts(exact_model(path), [7, 8, 9, *completion.token_ids])
+    )
