@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
+import gpu_experts
 import numpy as np
 import torch
 
@@ -309,6 +310,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
             ("linear", lambda: gate_linear(device, "tiny", (1, 2, 3, 8, 17), False)),
             ("attention", lambda: gate_attention(device, [70, 9], 4, 2, 16)),
             ("rows", lambda: gate_rows(device, (64,), 600)),
+            ("experts", lambda: gpu_experts.gate(device, tiny, digest)),
             ("engine", lambda: properties(device, folder, ["tiny"], 0)),
         ]
     rows = 1, 2, 7, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024, 4096
@@ -316,6 +318,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
         ("linear", lambda: gate_linear(device, "1.7B", rows, True)),
         ("attention", lambda: gate_attention(device, [2000, 600, 33])),
         ("rows", lambda: gate_rows(device, (128, 1024, 2048), 151_936)),
+        ("experts", lambda: gpu_experts.gate(device, tiny, digest)),
         ("models", lambda: properties(device, folder, ["0.6B", "1.7B"], 0)),
         ("schedules", lambda: properties(device, folder, [], 3)),
     ]

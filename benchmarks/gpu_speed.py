@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import gpu_experts
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
@@ -247,8 +248,12 @@ def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Call
     def decode_all(done: dict) -> Any:
         return decode(device, large, batches, contexts, done["rates"]["copy_bytes_s"], 60 << 30)
 
+    def experts(done: dict) -> Any:
+        return gpu_experts.times(device, tiny, done["rates"]["copy_bytes_s"], (seconds, graph_seconds))
+
     found = [
         ("rates", lambda _: rates(device, tiny)),
+        ("experts", experts),
         ("decode", decode_all),
         ("large_batch", lambda _: large_batch(device, large, *many)),
         ("training", lambda _: training(device, large, *packed)),

@@ -83,8 +83,11 @@ class Backend(Protocol):
     def trees(self, device: torch.device) -> dict[str, str]:
         """Return the fields of the numerics contract that these kernels decide."""
 
-    def warm_up(self, dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
-        """Compile what is compiled once per machine for a storage dtype; low_rank: that of low-rank updates, too."""
+    def warm_up(self, dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
+        """Compile what is compiled once per machine for a storage dtype.
+
+        low_rank, experts: what low-rank updates and mixtures of experts need, too.
+        """
 
     # --- linear
 

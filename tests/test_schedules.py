@@ -52,7 +52,8 @@ def test_no_schedule_changes_a_bit_of_any_family(checkpoint, family, dtype):
     """In one stage, and in bfloat16 in two; against the trainer, packed."""
     path = checkpoint(family)
     model = exact_model(path, dtype)
-    layout = {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": 2} if dtype == "bfloat16" else {}
+    stages = {"pipeline_parallel_size": 2, "stage_layers": (2, 1), "backend": "inproc", "batches_in_flight": 2}
+    layout = stages if dtype == "bfloat16" else {}
     rng = random.Random(f"{family}-{dtype}")
     requests = random_requests(rng, 1001, 8, 45)
     results, _ = run_schedule(path, dtype, rng, requests, [model], **layout)

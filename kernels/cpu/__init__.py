@@ -49,10 +49,10 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long.
 
-    low_rank: that of a product with a low-rank update, too.
+    low_rank, experts: those of products with low-rank updates, and of mixtures of experts, too.
     """
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype, device)
@@ -74,9 +74,22 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) ->
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
         *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
+        *[lambda: _warm_up_experts(dtype)] * experts,
     )
     for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
+
+
+def _warm_up_experts(dtype: torch.dtype) -> None:
+    """Compile the kernels of routers, and of packed and plain experts."""
+    scores = softmax(torch.zeros(1, 2))
+    row_sums(scores, 1)
+    unary(scores, "sigmoid")
+    plan = plan_experts(top_k(scores, 1), 2)
+    x, weight = torch.zeros(1, 16, dtype=dtype), torch.zeros(2, 32, 16, dtype=dtype)
+    gated = gated_halves(grouped_unpacked(x, weight, plan, True, dtype), "silu")
+    packed = pack_experts(weight[:, :16])
+    combine(grouped_packed(gated, storage(packed), 16, plan, False, dtype), scores[:, :1], plan, dtype)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A matrix or its transpose, copied to fp32 by whole vectors: so a weight's panel is packed as fast as memory is read."""
+"""A matrix or its transpose, copied to fp32 by whole vectors: a weight panel is packed as fast as memory is read."""
 
 from llvmlite import ir
 from numba import types

@@ -71,7 +71,7 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
     """Do nothing: kernels are compiled when they are first needed, for the shapes of the model."""
 
 

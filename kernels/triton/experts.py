@@ -1,48 +1,180 @@
-"""Mixture of experts on GPUs."""
+"""Mixture of experts on tensor cores: rows sorted by expert, each times its expert's weight, and a token's sum.
+
+The tree of an output element is one chain of matrix-unit steps over ascending K, from zero: experts by themselves fill
+a GPU, so that K is not cut into chunks as for `linear`. A tile finds its expert by counting in the running sum of
+tiles; the grid is the most that there can be. So nothing waits for the host, and a graph holds for any choice.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from ..backend import ExpertPlan
-from .linear import products
+from .launch import launch
+from .linear import BLOCK_K, _load_tile
+from .schedules import Tile
+
+_COLUMNS = 512  # of a token's sum that one program computes
 
 
-def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
-    flat = ids.reshape(-1)
-    pairs = flat.argsort(stable=True)
-    places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(pairs.numel(), device=ids.device)
-    ends = torch.searchsorted(flat[pairs], torch.arange(experts, device=ids.device), right=True)
-    return ExpertPlan(pairs, places.view(ids.shape).sort(-1).values, ends)
+def experts_tile(dtype: torch.dtype, pairs: int, experts: int) -> Tile:
+    """Return the tile for the mean number of rows of an expert: a schedule, which decides no bit."""
+    rows = pairs / min(experts, pairs)
+    if dtype == torch.float32:
+        return Tile(16 if rows <= 16 else 32, 64, 3, 4, False)
+    if rows <= 32:
+        return Tile(16 if rows <= 16 else 32, 64, 4, 4, False)
+    return Tile(64, 128, 4, 8, False) if rows <= 64 else Tile(128, 128, 3, 8, False)
+
+
+@triton.jit
+def _rows_of(ends, expert, experts):
+    """Return the first row of an expert, and the row after its last."""
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
+    return first, tl.load(ends + expert).to(tl.int32)
+
+
+@triton.jit
+def _expert_of(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return a tile's expert, and its place among the expert's tiles; `experts` for a tile that is nobody's."""
+    e = tl.arange(0, EXPERTS)
+    last = tl.load(ends + e, mask=e < experts, other=0).to(tl.int32)
+    first = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0).to(tl.int32)
+    tiles = tl.cdiv(last - first, BLOCK_M)
+    tile_ends = tl.cumsum(tiles, 0)  # of whole numbers: in any order
+    expert = tl.sum(((tile_ends <= tile) & (e < experts)).to(tl.int32), 0)
+    return expert, tile - tl.sum(tl.where(e < expert, tiles, 0), 0)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _grouped(
+    x, w, out, pairs, ends, experts, slots, depth, features, stride_x, stride_e, stride_f, stride_k,
+    GATHER: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows with their experts' weights; GATHER: row i of x is that of the token of pair i."""
+    expert, place = _expert_of(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
+    if expert < experts:
+        first, last = _rows_of(ends, expert, experts)
+        r = first + place * BLOCK_M + tl.arange(0, BLOCK_M)
+        f = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        r_mask, f_mask = r < last, f < features
+        source = r
+        if GATHER:
+            source = (tl.load(pairs + r, mask=r_mask, other=0) // slots).to(tl.int32)
+        base = w + expert.to(tl.int64) * stride_e + f.to(tl.int64)[:, None] * stride_f
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            a = _load_tile(x, source, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
+            columns = k + tl.arange(0, BLOCK_K)
+            mask = f_mask[:, None] if EVEN_K else f_mask[:, None] & (columns < depth)[None, :]
+            b = tl.load(base + columns.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0)
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        address = out + r.to(tl.int64)[:, None] * features + f[None, :]
+        tl.store(address, total.to(out.dtype.element_ty), mask=r_mask[:, None] & f_mask[None, :])
+
+
+@triton.jit
+def _grouped_outer(
+    x, y, out, ends, experts, width, depth,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum x[row].T @ y[row] over each expert's rows, ascending; x [P, width], y [P, depth]."""
+    expert = tl.program_id(0)
+    first, last = _rows_of(ends, expert, experts)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(first, last, ROWS):
+        r = start + tl.arange(0, ROWS)
+        place = r.to(tl.int64)[:, None]
+        a = tl.load(x + place * width + n[None, :], mask=(r < last)[:, None] & (n < width)[None, :], other=0.0)
+        b = tl.load(y + place * depth + k[None, :], mask=(r < last)[:, None] & (k < depth)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    address = out + (expert.to(tl.int64) * width + n[:, None]) * depth + k[None, :]
+    tl.store(address, total.to(out.dtype.element_ty), mask=(n < width)[:, None] & (k < depth)[None, :])
+
+
+@triton.jit
+def _combine(y, weights, pairs, places, out, slots, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(slots):  # ascending in expert
+        row = tl.load(places + token * slots + slot).to(tl.int64)
+        weight = tl.load(weights + tl.load(pairs + row))
+        total = total + weight * tl.load(y + row * width + j, mask=j < width, other=0.0).to(tl.float32)
+    tl.store(out + token * width + j, total.to(out.dtype.element_ty), mask=j < width)
 
 
 def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a copy of weights [E, features, depth], in `out` if given: the kernels read them as they are."""
     return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out).copy_(weight)
+
+
+def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
+    """Return the order of the pairs of ids int64 [T, k], whose values are not checked: nobody waits for them."""
+    ordered, pairs = ids.reshape(-1).sort(stable=True)
+    rows = torch.empty_like(pairs)
+    rows[pairs] = torch.arange(pairs.numel(), device=ids.device)
+    ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
+    return ExpertPlan(pairs, rows.view(ids.shape).sort(-1).values, ends)
 
 
 def grouped_packed(
     x: torch.Tensor, weight: torch.Tensor, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    rows = x[plan.tokens] if gather else x
-    counts = plan.ends.diff(prepend=plan.ends.new_zeros(1)).tolist()
-    parts = [products(r.to(w.dtype), [w], [None], dtype)[0] for r, w in zip(rows.split(counts), weight, strict=True)]
-    return torch.cat(parts)
+    """Return each row of x times its expert's weight [features, depth], [P, features] in `dtype`."""
+    return grouped_unpacked(x, weight, plan, gather, dtype)
 
 
 def grouped_unpacked(
-    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: ExpertPlan,
+    gather: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    return grouped_packed(x, weight, weight.shape[1], plan, gather, dtype)
+    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+    x = x.to(weight.dtype)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    experts, features, depth = weight.shape
+    pairs = plan.pairs.numel()
+    out = x.new_empty(pairs, features, dtype=dtype)
+    if pairs == 0:
+        return out
+    tile, block_k = experts_tile(x.dtype, pairs, experts), BLOCK_K[x.dtype]
+    grid = pairs // tile.block_m + min(experts, pairs), -(-features // tile.block_n)
+    launch(
+        _grouped, grid, x, weight, out, plan.pairs, plan.ends, experts, plan.places.shape[1], depth, features,
+        x.stride(0), *weight.stride(),
+        GATHER=gather, EVEN_K=depth % block_k == 0, EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
-    counts = plan.ends.diff(prepend=plan.ends.new_zeros(1)).tolist()
-    return torch.stack([a.t() @ b for a, b in zip(x.split(counts), y.to(x.dtype).split(counts), strict=True)]).to(dtype)
+    """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`; x [P, N], y [P, K]."""
+    x, y = x.contiguous(), y.to(x.dtype).contiguous()
+    experts, width, depth = plan.ends.numel(), x.shape[1], y.shape[1]
+    out = x.new_empty(experts, width, depth, dtype=dtype)
+    block, rows = (64, 32) if x.dtype == torch.float32 else (128, 64)
+    launch(
+        _grouped_outer, (experts, -(-width // block), -(-depth // 64)), x, y, out, plan.ends, experts, width, depth,
+        BLOCK_N=block, BLOCK_K=64, ROWS=rows, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
 
 
 def combine(y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
-    total = y.new_zeros(weights.shape[0], y.shape[1], dtype=torch.float32)
-    for rows in plan.places.unbind(1):
-        total = total + y[rows].float() * weights.view(-1)[plan.pairs[rows]][:, None]
-    return total.to(dtype)
+    """Return the sum of a token's rows of y [P, width] by weights fp32 [T, k], ascending in expert, [T, width]."""
+    tokens, slots = weights.shape
+    out = y.new_empty(tokens, y.shape[1], dtype=dtype)
+    launch(
+        _combine, (tokens, -(-y.shape[1] // _COLUMNS)), y.contiguous(), weights.contiguous(), plan.pairs, plan.places,
+        out, slots, y.shape[1], BLOCK=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -26,7 +26,7 @@ def test_tiny_run(only, tmp_path, monkeypatch, one_thread):
     assert end.value.code is False, result["errors"]
     if only == "speed":
         assert set(result["speed"]) == {
-            "rates", "decode", "training", "large_batch", "workload", "workload without exact ops"
+            "rates", "experts", "decode", "training", "large_batch", "workload", "workload without exact ops"
         }  # fmt: skip
         assert (tmp_path / "gpu_none.md").read_text().count("## ") == len(result["speed"])
         return

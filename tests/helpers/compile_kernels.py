@@ -20,11 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+from samebits.kernels.backend import ExpertPlan
 from samebits.kernels.triton.schedules import Tile, tables
 
-NAMES = ("linear", "attention", "attention_backward", "elementwise", "sampling")
+NAMES = ("linear", "attention", "attention_backward", "elementwise", "sampling", "experts", "functions")
 MODULES = [import_module(f"samebits.kernels.triton.{name}") for name in NAMES]
-linear, attention, backward, elementwise, sampling = MODULES
+linear, attention, backward, elementwise, sampling, experts, functions = MODULES
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 caught: dict[tuple, dict] = {}
 
@@ -138,11 +139,36 @@ def catch_all(capability: int) -> None:
             x = torch.empty(rows, 4096, dtype=dtype)
             elementwise.gated_activation(x, x, activation)
             elementwise.gated_activation_backward(x, x, x, activation)
+        catch_experts(dtype)
     one, none = torch.ones(4).double().numpy(), torch.zeros(4).long().numpy()
     for rows in (1, 4):
         masks = np.zeros((1, 4748), np.uint32), none[:rows]
         now = one[:rows], none[:rows], one[:rows], one[:rows], *masks, torch.zeros(rows, dtype=torch.long)
         sampling.sample(torch.empty(rows, 151936), *now, *[none[:rows]] * 3)
+
+
+def catch_experts(dtype: torch.dtype) -> None:
+    """Catch the kernels of a layer of Qwen3-30B-A3B, on the meta device, for decoding, small and large prefills."""
+    hidden, inner, count, k = 2048, 768, 128, 8
+    gate_up, down = (
+        torch.empty(count, *shape, dtype=dtype, device="meta") for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    for tokens in (1, 256, 512, 1024, 8192):
+        ids = torch.empty(tokens, k, dtype=torch.long, device="meta")
+        pairs = ids.view(-1)
+        plan = ExpertPlan(pairs, ids, pairs.new_empty(count))
+        x, weights = ids.new_empty(tokens, hidden, dtype=dtype), ids.new_empty(tokens, k, dtype=torch.float32)
+        both = experts.grouped_packed(x, gate_up, 2 * inner, plan, True, dtype)
+        gated = elementwise.gated_halves(both, "silu")
+        y = experts.grouped_packed(gated, down, hidden, plan, False, dtype)
+        experts.combine(y, weights, plan, dtype)
+        grad = experts.grouped_unpacked(y, down.transpose(1, 2), plan, False, dtype)
+        experts.grouped_unpacked(torch.cat((grad, grad), 1), gate_up.transpose(1, 2), plan, False, torch.float32)
+        experts.grouped_outer(y, gated, plan, dtype)
+        logits = ids.new_empty(tokens, count, dtype=torch.float32)
+        functions.softmax(logits)
+        functions.row_sums(weights, 1)
+        functions.top_k(logits, k)
 
 
 def main() -> None:

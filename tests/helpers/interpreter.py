@@ -78,7 +78,8 @@ def interpreted(seed: int = 0):
     from samebits.kernels import ops
     from samebits.kernels.triton.schedules import Tile
 
-    linear, attention = (importlib.import_module(f"samebits.kernels.triton.{name}") for name in ("linear", "attention"))
+    names = "linear", "attention", "experts"
+    linear, attention, experts = (importlib.import_module(f"samebits.kernels.triton.{name}") for name in names)
 
     rng = random.Random(seed)
 
@@ -91,6 +92,7 @@ def interpreted(seed: int = 0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ops.BACKENDS, "cpu", "triton")
         patch.setattr(linear, "linear_tile", any_tile)
+        patch.setattr(experts, "experts_tile", any_tile)
         patch.setattr(linear, "MIN_CHUNK", 64)
         patch.setattr(linear, "FULL_WIDTH", 256)
         patch.setattr(attention, "num_splits", any_splits)

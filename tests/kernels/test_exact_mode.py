@@ -11,44 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from samebits.kernels import ops
 from samebits.kernels.exact_mode import ExactMode, Routing, UnsupportedOpError
 
-EPS = 2.0**-24  # half an ulp of 1.0
+from helpers.experts import EPS, FREE, ROWS, UNARY
+
 WIDTHS = (1, 7, 16, 100, 128)
-UNARY = {
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu of tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "tanh": torch.tanh,
-    "exp": torch.exp,
-    "log": lambda x: (x.abs() + 1).log(),
-    "softplus": F.softplus,
-    "cos": torch.cos,
-    "sin": torch.sin,
-    "rsqrt": lambda x: (x.abs() + 1).rsqrt(),
-    "square": lambda x: x**2,
-    "inverse root": lambda x: (x.abs() + 1).pow(-0.5),
-}
-
-
-def layer_norm(x):
-    """As transformers' Cohere writes it."""
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-ROWS = {
-    "softmax": lambda x: F.softmax(x, dim=-1),
-    "sum": lambda x: x.sum(-1, keepdim=True),
-    "mean": lambda x: x.mean(-1, keepdim=True),
-    "LayerNorm": layer_norm,
-    "the 3 largest": lambda x: torch.topk(x, min(3, x.shape[-1]))[0],
-}
-FREE = {
-    "sums and products": lambda x: (1 - x) * 0.3 / 7 + x / (x.abs() + 0.1) - 2 * x,
-    "roots": lambda x: x.abs().sqrt() + (x.abs() + 1).reciprocal(),
-    "choices": lambda x: torch.where(x > 0, x.clamp(max=0.5), torch.maximum(x, -x / 3)).relu(),
-    "casts": lambda x: x.double().to(torch.bfloat16).float() - x.half(),
-}
 
 
 def exact(function, *args):

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from samebits.kernels import cpu, ops
 
-EPS = 2.0**-24  # half an ulp of 1.0
+from helpers.experts import EPS, dense, layer, packed
+
 SIZES = [(1, 40, 24, 7, 3), (37, 64, 72, 5, 5), (130, 50, 33, 13, 2), (512, 49, 20, 31, 8)]  # T, H, I, E, k
 
 
@@ -18,20 +18,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def layer(tokens, hidden, inner, experts, k, dtype=torch.float32, seed=0):
-    """Return x, gate_up, down, ids and weights of a layer; row magnitudes span 2^-4 .. 2^4."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=g) * torch.exp2(torch.randint(-4, 5, (tokens, 1), generator=g))
-    gate_up = torch.randn(experts, 2 * inner, hidden, generator=g) / hidden**0.5
-    down = torch.randn(experts, hidden, inner, generator=g) / inner**0.5
-    ids = torch.rand(tokens, experts, generator=g).topk(k).indices
-    return x.to(dtype), gate_up.to(dtype), down.to(dtype), ids, torch.rand(tokens, k, generator=g)
-
-
-def packed(*weights):
-    return [ops.PackedExperts.pack(w) for w in weights]
 
 
 def fma(a, b, c):
@@ -115,16 +101,6 @@ def test_packed_weights_can_take_the_memory_of_others():
     second = ops.PackedExperts.pack(other, reuse=first)
     assert second.panels.data_ptr() == first.panels.data_ptr()
     assert torch.equal(second.panels, ops.PackedExperts.pack(other).panels)
-
-
-def dense(x, gate_up, down, ids, weights):
-    """The same by plain torch operations, differentiable, in the dtype of the arguments."""
-    total = torch.zeros_like(x)
-    for expert in range(gate_up.shape[0]):
-        gate, up = (x @ gate_up[expert].t()).chunk(2, -1)
-        weight = (weights * (ids == expert)).sum(-1, keepdim=True)
-        total = total + weight * ((F.silu(gate) * up) @ down[expert].t())
-    return total
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -453,22 +453,24 @@ def test_kernels_compile(capability, tmp_path):
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
         "_rms_norm_backward", "_gated_backward", "_rotary", "_peaks", "_thresholds", "_sums", "_finish",
+        "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
     norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
     for c in compiled:
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
-        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention"):
+        if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention", "_grouped"):
             # Triton 3.6 keeps two words of decode's attention aside on sm_90, from before its loops until after them
             aside = 8 if c["kernel"] == "_attention" and metadata.version("triton").startswith("3.6.") else 0
             assert c["stack"] <= (aside if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
-        if c["kernel"] == "_linear" and c["constants"]["EVEN_K"]:
+        if c["kernel"] in ("_linear", "_grouped") and c["constants"]["EVEN_K"]:
             assert not c["scalar_loads"], f"loads of one element: {c}"
         assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
-        if c["kernel"] in ("_linear", "_linear_persistent", "_rms_norm") and "*bf16" in c["dtypes"]:
+        exact = "_linear", "_linear_persistent", "_rms_norm", "_grouped", "_combine"
+        if c["kernel"] in exact and "*bf16" in c["dtypes"]:
             assert not c["contracted"], f"a * b + c was fused: {c}"
-        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish"):
+        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish", "_softmax", "_row_sums"):
             assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"
