@@ -102,7 +102,9 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="Holds the key for all routes.")] = None,
     admin_key_file: Annotated[Path | None, typer.Option(help="Holds the key to control it.")] = None,
     control_port: Annotated[int, typer.Option(help="Port of control without an admin key; 0: a free one.")] = 0,
-    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 1024,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get 503.")] = 1024,
+    max_logprobs: Annotated[int, typer.Option(min=0, max=1000, help="Most alternatives per token.")] = 20,
+    max_reply_logprobs: Annotated[int, typer.Option(min=1, help="Most log-probs of one reply.")] = 2**21,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
     tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
@@ -130,7 +132,8 @@ def serve(
         llm = loader.submit(LLM, model, **engine).result()
     where = (served_model_name or model, host, port, guard, shutdown_timeout, control_port)
     try:
-        run(llm, *where, max_waiting=max_waiting, transfer_timeout=transfer_timeout, tool_parser=tool_parser,
+        run(llm, *where, max_waiting=max_waiting, max_logprobs=max_logprobs, max_reply_logprobs=max_reply_logprobs,
+            transfer_timeout=transfer_timeout, tool_parser=tool_parser,
             kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
     finally:
         llm.close()

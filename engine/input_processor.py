@@ -18,6 +18,7 @@ from .sampling_params import SamplingParams
 from .structured_outputs import Constraint
 
 Prompt = str | Sequence[int] | dict[str, Any]
+SEED_BITS = 53  # of seeds that are drawn: replies tell them, and some readers of JSON hold integers as doubles
 _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 
 
@@ -53,7 +54,7 @@ class InputProcessor:
             raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
         if params.structured_outputs is not None:
             Constraint(params.structured_outputs, self.need_tokenizer("structured outputs"), self.vocab_size, eos)
-        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**64
         request = Request(request_id, text, ids, params, seed, eos, self.vocab_size)
         max_tokens = min(params.max_tokens or room, room)
         if params.min_tokens > max_tokens:

@@ -53,6 +53,7 @@ class RequestOutput:
 
     prompt_logprobs: one per prompt token; the first has no context: 0.0. prompt_top_logprobs and prompt_ranks: per
     prompt token, as for completions; {} and 0 for the first. num_cached_tokens: of the prompt, found in the cache.
+    seed: the request's own, or the one that was drawn for it; with it, the same call gives the same tokens.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     prompt_ranks: list[int] | None = None
     num_cached_tokens: int = field(default=0, compare=False)  # depends on what ran before
+    seed: int | None = field(default=None, compare=False)
 
 
 COUNTERS = (  # the fields of EngineStats that only grow

@@ -15,7 +15,7 @@ from .sampling_params import RequestOutputKind, SamplingParams
 from .structured_outputs import Constraint
 
 
-@dataclass
+@dataclass(slots=True)
 class SampledToken:
     """A token with its log-prob, and what more of its distribution was asked for."""
 
@@ -181,6 +181,7 @@ class Request:
             prompt_top_logprobs=None if scores is None else [{}, *(s.top_logprobs or {} for s in scores)],
             prompt_ranks=None if scores is None else [0, *(s.rank for s in scores)],
             num_cached_tokens=self.samples[0].num_prefix_hit or 0,
+            seed=self.seed,
         )
 
     def _text(self, sample: Sample, tokenizer: Tokenizer | None) -> str | None:

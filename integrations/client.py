@@ -49,7 +49,9 @@ class Client:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._group: WeightGroup | None = None
         self._control = self._http
-        port = self.get("/server_info").get("control_port")
+        info = self.get("/server_info")
+        self._limits, self._room = info["limits"], info["context_length"]
+        port = info.get("control_port")
         if port is not None and self._http.base_url.host in ("127.0.0.1", "localhost", "::1"):
             self._control = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=timeout)
         self.contract = Contract(**self.get("/v1/contract")["contract"])
@@ -83,11 +85,33 @@ class Client:
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists."""
-        if not prompts:
-            return []
+        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists.
+
+        More than the server takes in one call becomes several calls, one after another.
+        """
         params = SamplingParams() if sampling_params is None else sampling_params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        outputs: list[RequestOutput] = []
+        for part in self._parts(prompts, each):
+            outputs += self._generate(prompts[part], each[part])
+        return outputs
+
+    def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
+        """The prompts that fit in a call together: by their samples, and by the log-probs that they may return."""
+        begin = sequences = values = 0
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            length = self._room if isinstance(prompt, str) else len(prompt)
+            tokens = p.n * min(p.max_tokens or self._room, self._room) + length * (p.prompt_logprobs is not None)
+            more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
+            sequences += p.n
+            values += more
+            if i > begin and (sequences > self._limits["sequences"] or values > self._limits["values"]):
+                yield slice(begin, i)
+                begin, sequences, values = i, p.n, more
+        if prompts:
+            yield slice(begin, len(prompts))
+
+    def _generate(self, prompts: Sequence[str | Sequence[int]], each: list[SamplingParams]) -> list[RequestOutput]:
         key = "text" if isinstance(prompts[0], str) else "input_ids"
         body = {
             key: [p if isinstance(p, str) else list(p) for p in prompts], "sampling_params": [_fields(p) for p in each],
@@ -208,7 +232,7 @@ def _output(prompt: str | Sequence[int], samples: list[dict], params: SamplingPa
         completions=[_completion(i, s, params) for i, s in enumerate(samples)],
         prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
-        num_cached_tokens=meta["cached_tokens"],
+        num_cached_tokens=meta["cached_tokens"], seed=meta["sampling_seed"],
     )  # fmt: skip
 
 

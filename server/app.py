@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from ..engine import LLM, WeightUpdateError
@@ -22,8 +23,9 @@ from . import control, openai, sglang, sglang_control, tokens
 from .async_engine import AsyncEngine, GenerationError
 from .auth import Guard
 from .kept_ids import KeptIds
+from .limits import Limits
 from .metrics import Metrics
-from .protocol import ClientGoneError, problem, reply
+from .protocol import problem, reply
 from .service import ModelNotFoundError, Served, Service
 from .states import ConflictError, UnavailableError
 from .tools import tool_format
@@ -86,6 +88,8 @@ def create_app(
     model_name: str,
     guard: Guard | None = None,
     max_waiting: int = 1024,
+    max_logprobs: int = 20,
+    max_reply_logprobs: int = 2**21,
     transfer_timeout: float = 300.0,
     tool_parser: str = "auto",
     kept_tokens: int = 2**22,
@@ -93,20 +97,22 @@ def create_app(
 ) -> FastAPI:
     """The application around an engine, which belongs to it from its start on.
 
-    max_waiting: sequences in the queue before new requests get 503. transfer_timeout: seconds, for the rendezvous and
-    each broadcast of a weight update. tool_parser: the convention by which tool calls are found in chat answers: one of
-    `tools.FORMATS`, "auto" (by the chat template) or "off". kept_tokens: of chat answers, kept for their next turns; 0
-    is off. pause_keep: whether requests that a pause keeps across a weight update keep the old weights' KV ("stale"),
-    or have it computed anew ("recompute"), which keeps their log-probs exact.
+    max_waiting: sequences in the queue before new requests get 503. max_logprobs: most alternatives per token.
+    max_reply_logprobs: most log-probs that one reply may have, which bounds its memory. transfer_timeout: seconds, for
+    the rendezvous and each broadcast of a weight update. tool_parser: the convention by which tool calls are found in
+    chat answers: one of `tools.FORMATS`, "auto" (by the chat template) or "off". kept_tokens: of chat answers, kept for
+    their next turns; 0 is off. pause_keep: whether requests that a pause keeps across a weight update keep the old
+    weights' KV ("stale"), or have it computed anew ("recompute"), which keeps their log-probs exact.
     """
     template = getattr(llm.tokenizer, "chat_template", None)
     found_format = tool_format(tool_parser, template if isinstance(template, str) else None)
     guard = guard or Guard()
+    limits = Limits(llm.config.max_num_seqs * llm.config.replicas + max_waiting, max_logprobs, max_reply_logprobs)
     found = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine = AsyncEngine(llm, max_waiting, found.observe_step)
+        engine = AsyncEngine(llm, limits, found.observe_step)
         updates = WeightUpdates(engine, transfer_timeout, pause_keep == "recompute")
         kept = KeptIds(kept_tokens)
         app.state.service = found.service = Service(engine, updates, model_name, kept, guard, found_format)
@@ -156,7 +162,7 @@ _STATUS: dict[int, tuple[type[Exception], ...]] = {
     403: (PermissionError,),
     404: (ModelNotFoundError,),
     409: (ConflictError,),
-    499: (ClientGoneError,),
+    499: (ClientDisconnect,),
     500: (TransferError, GenerationError),
     503: (UnavailableError, WorkerError),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -21,13 +22,14 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
+from .limits import Limits
 from .states import ConflictError, ServerState, UnavailableError
 from .tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE = 0.5  # seconds that the engine's thread waits for a command at a time
-INLINE_PROMPT = 4096  # characters or tokens that are cheaper to check at once than in another thread
+INLINE_PROMPT = 4096  # characters or tokens of a call that are cheaper to check at once than in another thread
 
 
 class GenerationError(RuntimeError):
@@ -68,10 +70,13 @@ class Generation:
             yield outputs
 
     async def final(self) -> list[RequestOutput]:
-        """The last output of each request."""
+        """The last output of each request. Raises GenerationError where one failed."""
         last: dict[int, RequestOutput] = {}
         async for outputs in self.outputs():
             last.update(outputs)
+        for c in itertools.chain.from_iterable(output.completions for output in last.values()):
+            if c.finish_reason == "error":
+                raise GenerationError(str(c.stop_reason))
         return [last[i] for i in range(len(self.index))]
 
     def close(self) -> None:
@@ -83,15 +88,14 @@ class Generation:
 class AsyncEngine:
     """Admits, pauses and reports; `llm` belongs to its thread once `start` was called.
 
-    max_waiting: sequences that may wait beyond those that can run; more are `UnavailableError`.
+    limits: of each call, and of what may run and wait; more of that is `UnavailableError`.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 1024, on_step: Callable[[float], None] = lambda seconds: None):
+    def __init__(self, llm: LLM, limits: Limits, on_step: Callable[[float], None] = lambda seconds: None):
         self.llm = llm
         self.state = ServerState(llm)
         self.tokenization = Tokenization(llm)
-        self.max_waiting = max_waiting
-        self.capacity = llm.config.max_num_seqs * llm.config.replicas + max_waiting
+        self.limits = limits
         self.on_step = on_step
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
@@ -184,10 +188,11 @@ class AsyncEngine:
     async def submit(self, requests: Sequence[GenerateRequest], request_id: str) -> Generation:
         """Admit all of them or none. ValueError and TypeError: they can't be served; UnavailableError: not now."""
         self.state.check_admits()
+        self.limits.check_params([r.params for r in requests])
         count = sum(r.params.n for r in requests)
-        if self.num_sequences + count > self.capacity:
+        if self.num_sequences + count > self.limits.sequences:
             raise UnavailableError(
-                f"the queue is full: {self.num_sequences} sequences run or wait, {self.capacity} may"
+                f"the queue is full: {self.num_sequences} sequences run or wait, {self.limits.sequences} may"
             )
         names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
         if request_id in self.generations or any(name in self.by_engine_id for name in names):
@@ -199,7 +204,9 @@ class AsyncEngine:
         self.num_sequences += count
         self._idle.clear()
         try:
-            checked = await asyncio.gather(*map(self._checked, requests, names))
+            inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
+            checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, names, strict=True)))
+            self.limits.check_reply(checked)
         except BaseException:
             for name in names:
                 self._release(name)
@@ -208,15 +215,15 @@ class AsyncEngine:
             self.call(lambda llm: self._add(generation, checked))
         return generation
 
-    async def _checked(self, request: GenerateRequest, name: str) -> Request:
+    async def _checked(self, request: GenerateRequest, name: str, inline: bool) -> Request:
         key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
         prompt: dict[str, Any] = {key: request.prompt}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         arguments = (prompt, request.params, name, self.tokenization.processor)
-        if len(request.prompt) <= INLINE_PROMPT and request.params.structured_outputs is None:
-            return self.llm.process(*arguments)
         self.tokenization.check_length(request.prompt)
+        if inline and request.params.structured_outputs is None:
+            return self.llm.process(*arguments)
         return await self.tokenization.in_thread(self.llm.process, *arguments)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

@@ -278,6 +278,6 @@ async def server_info(server: Served, config_format: Literal["text", "json"] = "
         "contract": server.contract_hash,
         "engine": "samebits",
         "control_port": server.guard.control_port,
-        "max_waiting": server.engine.max_waiting,
+        "limits": asdict(server.engine.limits),
         "stats": asdict(load),
     })  # fmt: skip

@@ -5,30 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+import orjson
+from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from .async_engine import GenerateRequest
 from .chat import ChatAnswers, Conversation
-from .protocol import (
-    STREAMING,
-    Body,
-    FastRoute,
-    RequestId,
-    Sampling,
-    answer,
-    finite,
-    reply,
-    usage,
-    version_spans,
-)
+from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, usage, version_spans
 from .service import Served, Service
 
-router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
+router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
 
 
 class StreamOptions(Body):
@@ -159,7 +149,7 @@ class _Writer:
             "model": self.server.model_name,
             "system_fingerprint": f"samebits-{self.server.contract_hash or 'inexact'}",
             "weight_version": self.server.updates.label,
-            "choices": choices,
+            "choices": iter(choices),
         }
 
     def usage(self) -> dict:
@@ -181,6 +171,8 @@ class _Writer:
             found["token_ids"] = c.token_ids
         if body.return_weight_versions:
             found["weight_versions"] = version_spans(c, self.server.updates.label_of)
+        if begins:
+            found["seed"] = output.seed
         if isinstance(body, ChatRequest):
             if body.return_prompt_token_ids and begins:
                 found["prompt_token_ids"] = output.prompt_token_ids
@@ -189,15 +181,15 @@ class _Writer:
             if body.return_meta_info:
                 found["meta_info"] = {"id": self.id, "weight_version": self.server.updates.label_of(c.weight_version)}
         elif begins:
-            found |= self.of_prompt(output)
+            found |= self.of_prompt(output, c.index)
         return found
 
-    def of_prompt(self, output: RequestOutput) -> dict:
-        """The prompt's part of a reply: in completions a choice's, in chat the whole reply's."""
+    def of_prompt(self, output: RequestOutput, sample: int = 0) -> dict:
+        """The prompt's part of a reply: in completions a choice's, in chat the whole reply's. Log-probs come once."""
         found: dict[str, Any] = {}
         if self.body.return_token_ids:
             found["prompt_token_ids"] = output.prompt_token_ids
-        if output.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None and sample == 0:
             found["prompt_logprobs"] = prompt_logprobs(self.server, output)
         return found
 
@@ -206,47 +198,50 @@ class _Writer:
 
     def logprobs(self, index: int, c: Completion) -> dict | None:
         body = self.body
-        tops = c.top_logprobs or [{}] * len(c.token_ids)
+        rows = zip(c.token_ids, c.logprobs, c.top_logprobs or [{}] * len(c.token_ids), strict=True)
         if isinstance(body, ChatRequest) and body.logprobs:
-            rows = zip(c.token_ids, c.logprobs, tops, strict=True)
-            return {"content": [self.entry(t, lp) | {"top_logprobs": self.entries(top)} for t, lp, top in rows]}
+            return {"content": (orjson.dumps(self.entry(t, lp, top)) for t, lp, top in rows)}
         if not isinstance(body, CompletionRequest) or body.logprobs is None:
             return None
-        names = [self.name(t) for t in c.token_ids]
-        *starts, self.offsets[index] = itertools.accumulate(map(len, names), initial=self.offsets[index])
-        own = zip(names, c.logprobs, tops, strict=True)
         return {
-            "tokens": names,
+            "tokens": (orjson.dumps(self.name(t)) for t in c.token_ids),
             "token_logprobs": [finite(lp) for lp in c.logprobs],
-            "top_logprobs": [{n: finite(lp)} | {self.name(t): finite(v) for t, v in top.items()} for n, lp, top in own],
-            "text_offset": starts,
+            "top_logprobs": (orjson.dumps(self.named([*top.items(), (t, lp)])) for t, lp, top in rows),
+            "text_offset": self.starts(index, c.token_ids),
         }
 
-    def entry(self, token_id: int, logprob: float) -> dict:
+    def named(self, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Log-probs by the tokens' text; of several with one text the last one's, where the sampled one is."""
+        return {self.name(t): finite(lp) for t, lp in top}
+
+    def starts(self, index: int, token_ids: list[int]) -> Iterator[int]:
+        for token in token_ids:
+            yield self.offsets[index]
+            self.offsets[index] += len(self.name(token))
+
+    def entry(self, token_id: int, logprob: float, top: dict[int, float] | None = None) -> dict:
         name = self.name(token_id)
-        return {"token": name, "logprob": finite(logprob), "bytes": list(name.encode())}
-
-    def entries(self, top: dict[int, float]) -> list[dict]:
-        return [self.entry(t, lp) for t, lp in top.items()]
+        found = {"token": name, "logprob": finite(logprob), "bytes": list(name.encode())}
+        return found if top is None else found | {"top_logprobs": [self.entry(t, lp) for t, lp in top.items()]}
 
 
-def prompt_logprobs(server: Service, output: RequestOutput) -> list[dict | None] | None:
+def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | None] | None:
     """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}, None for the first."""
     if output.prompt_logprobs is None or output.prompt_ranks is None or output.prompt_top_logprobs is None:
         return None
     columns = (output.prompt_token_ids, output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs)
-    rows: list[dict | None] = []
-    for token, logprob, rank, top in zip(*columns, strict=True):
+
+    def row(token: int, logprob: float, rank: int, top: dict[int, float]) -> bytes:
         entries = {t: (lp, place) for place, (t, lp) in enumerate(top.items(), 1)} | {token: (logprob, rank)}
-        rows.append({
+        return orjson.dumps({
             str(t): {"logprob": finite(lp), "rank": place, "decoded_token": server.token(t)}
             for t, (lp, place) in entries.items()
         })  # fmt: skip
-    return [None, *rows[1:]]
+
+    return itertools.chain([None], itertools.islice(map(row, *columns), 1, None))
 
 
 async def _answer(
-    http: Request,
     server: Service,
     body: _Common,
     prompts: list[str | list[int]],
@@ -257,13 +252,11 @@ async def _answer(
     request_id = body.request_id or uuid.uuid4().hex
     writer = _Writer(server, body, params.n, request_id, answers)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
-    return await answer(
-        http, server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last
-    )
+    return await answer(server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last)
 
 
 @router.post("/v1/completions", responses=STREAMING)
-async def completions(body: CompletionRequest, http: Request, server: Served):
+async def completions(body: CompletionRequest, server: Served):
     """Complete prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.params(body.stream, logprobs=body.logprobs or None)
     given: list = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -273,11 +266,11 @@ async def completions(body: CompletionRequest, http: Request, server: Served):
     if not body.add_special_tokens:
         encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
-    return await _answer(http, server, body, prompts, params)
+    return await _answer(server, body, prompts, params)
 
 
 @router.post("/v1/chat/completions", responses=STREAMING)
-async def chat_completions(body: ChatRequest, http: Request, server: Served):
+async def chat_completions(body: ChatRequest, server: Served):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
@@ -300,7 +293,7 @@ async def chat_completions(body: ChatRequest, http: Request, server: Served):
     params = body.params(body.stream, **more)
     ids = await conversation.prompt_ids() if body.input_ids is None else body.input_ids
     answers = ChatAnswers(conversation, tools, bool(body.stream))
-    return await _answer(http, server, body, [ids], params, answers)
+    return await _answer(server, body, [ids], params, answers)
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -339,7 +332,8 @@ async def tokenize(body: TokenizeRequest, server: Served):
         ids = await tokenization.chat(body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
-    names = tokenization.need("text").convert_ids_to_tokens(ids) if body.return_token_strs else None
+    name = tokenization.need("text").convert_ids_to_tokens
+    names = await tokenization.in_thread(name, ids) if body.return_token_strs else None
     limit = server.llm.max_model_len
     return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Self
 
 import orjson
@@ -13,52 +17,65 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from starlette.requests import ClientDisconnect
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.sampling_params import RequestOutputKind
-from .async_engine import AsyncEngine, GenerateRequest, Generation, GenerationError
+from .async_engine import AsyncEngine, GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
 
 LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
+PART = 2**16  # bytes of a reply that are made and sent at a time
+AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
-# Parameters of other engines that change what is sampled or reported. What is false or NEUTRAL asks for nothing.
-NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"}}
-_OTHERS = """
+# Parameters of other engines that change a result. What is false or NEUTRAL asks for nothing.
+NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "modalities": ["text"]}
+NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "is_checkpoint_format": True}
+_UNSUPPORTED = """
     presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids logits_processors custom_logit_processor
     custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
     structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
     stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
     content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob return_routed_experts
-    return_hidden_states
+    return_hidden_states return_bytes return_entropy no_stop_trim session_params packed background
 """
-UNSUPPORTED = {*NEUTRAL, *_OTHERS.split()}
+# Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
+_IGNORED = """
+    user metadata store service_tier safety_identifier prompt_cache_key include_obfuscation session_id conversation_id
+    data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async keep_pause
+    torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers
+"""
+UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
 OTHER_DIALECT = _NAMES | {sglang: vllm for vllm, sglang in _NAMES.items()}
-_listed: set[str] = set()
 
 
 class Body(BaseModel):
-    """A request's JSON. Fields of other engines that would change a result are refused; others are logged, once."""
+    """A request's JSON. Unknown fields are refused with the nearest known one, but for those that are IGNORED."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     @model_validator(mode="after")
     def check_extra(self) -> Self:
-        """Refuse what is known but not supported; log other unknown fields once."""
+        """Refuse what is unknown, and what is known elsewhere and asks for something."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                asked = value != NEUTRAL[name] if name in NEUTRAL else bool(value)
-                if asked and value is not None:
-                    raise ValueError(f"{name}={value!r} is not supported; leave it out")
-            elif name in OTHER_DIALECT and value is not None:
-                other = OTHER_DIALECT[name]
-                raise ValueError(f"{name} would be ignored here: this dialect calls it {other}, or has sampling_params")
-            elif name not in _listed and len(_listed) < 1000:
-                _listed.add(name)
-                logger.warning("field %.100r of %s is unknown and ignored", name, type(self).__name__)
+            if value is None or name in IGNORED:
+                continue
+            if name not in UNSUPPORTED:
+                raise ValueError(f"unknown field {name!r:.100}{self._hint(name)}")
+            if value != NEUTRAL[name] if name in NEUTRAL else value:
+                raise ValueError(f"{name}={value!r:.100} is not supported; leave it out")
         return self
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        known = [field.alias or key for key, field in cls.model_fields.items()]
+        if "sampling_params" in known and (name in Sampling.model_fields or name in OTHER_DIALECT):
+            return "; it belongs in sampling_params"
+        near = [n for n in known if n == OTHER_DIALECT.get(name)] or difflib.get_close_matches(name, known, 1)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 class Sampling(Body):
@@ -128,21 +145,47 @@ STREAMING: dict[int | str, dict[str, Any]] = {200: {"content": {"application/jso
 
 
 class FastRoute(APIRoute):
-    """Reads JSON with orjson."""
+    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
+
+    abandons = False
 
     def get_route_handler(self):
         """Return FastAPI's handler on requests that orjson decodes."""
         handle = super().get_route_handler()
 
         async def run(request: Request) -> Response:
-            return await handle(_OrjsonRequest(request.scope, request.receive))
+            request = _OrjsonRequest(request.scope, request.receive)
+            if not self.abandons:
+                return await handle(request)
+            await request.body()
+            work = asyncio.ensure_future(handle(request))
+            gone = asyncio.ensure_future(_disconnected(request))
+            try:
+                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise ClientDisconnect
+                return work.result()
+            finally:
+                gone.cancel()
+                work.cancel()
 
         return run
+
+
+class DataRoute(FastRoute):
+    """A route of work for its client alone."""
+
+    abandons = True
 
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
         return orjson.loads(await self.body())
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -162,12 +205,7 @@ def _error(status: int, message: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": status}
 
 
-class ClientGoneError(Exception):
-    """Nobody reads the reply."""
-
-
 async def answer(
-    http: Request,
     engine: AsyncEngine,
     requests: list[GenerateRequest],
     request_id: str,
@@ -178,38 +216,62 @@ async def answer(
 ) -> Response:
     """Generate, and reply in a dialect's form, whole or as server-sent events.
 
-    whole: the reply's JSON from the finished outputs. events: what a stream says of one output of the request with this
-    index; last: what it says before [DONE].
+    whole: the reply from the finished outputs. events: what a stream says of one output of the request with this index;
+    last: what it says before [DONE]. All of them are JSON as `pieces` takes it.
     """
     generation = await engine.submit(requests, request_id)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
-    return reply(whole(await _finished(http, generation)))
-
-
-async def _finished(http: Request, generation: Generation) -> list[RequestOutput]:
-    """The finished requests; aborts them when the client goes away first."""
-    work = asyncio.ensure_future(generation.final())
-    gone = asyncio.ensure_future(_disconnected(http))
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientGoneError
-        outputs = work.result()
+        outputs = await generation.final()
     finally:
-        gone.cancel()
-        work.cancel()
         generation.close()
-    for output in outputs:
-        for c in output.completions:
-            if c.finish_reason == "error":
-                raise GenerationError(str(c.stop_reason))
-    return outputs
+    content = pieces(whole(outputs))
+    first, more = _part(content, AT_ONCE)
+    if not more:
+        return Response(first, media_type="application/json")
+    return StreamingResponse(_rest(first, content), media_type="application/json")
 
 
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+def pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a value, made piece by piece: iterators are lists, bytes are JSON already."""
+    if isinstance(value, bytes):
+        yield value
+    elif isinstance(value, dict):
+        mark = b"{"
+        for name, inner in value.items():
+            yield mark + orjson.dumps(name) + b":"
+            yield from pieces(inner)
+            mark = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        mark = b"["
+        for item in value:
+            yield mark
+            yield from pieces(item)
+            mark = b","
+        yield b"]" if mark == b"," else b"[]"
+    else:
+        yield orjson.dumps(value)
+
+
+def _part(content: Iterator[bytes], seconds: float) -> tuple[bytes, bool]:
+    """About PART bytes of the content, or what these seconds make; and whether there may be more."""
+    part, end = bytearray(), time.perf_counter() + seconds
+    for piece in content:
+        part += piece
+        if len(part) >= PART or time.perf_counter() > end:
+            return bytes(part), True
+    return bytes(part), False
+
+
+async def _rest(part: bytes, content: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """The part, and what follows it, which a thread makes: the event loop is free for others."""
+    more = True
+    while more:
+        yield part
+        part, more = await asyncio.to_thread(_part, content, math.inf)
+    yield part
 
 
 async def _event_stream(
@@ -220,14 +282,21 @@ async def _event_stream(
     try:
         async for outputs in generation.outputs():
             data = bytearray()
-            for index, output in outputs:
-                data += b"".join(map(_event, events(index, output)))
+            for event in itertools.chain.from_iterable(itertools.starmap(events, outputs)):
+                content = _event(event)
+                part, more = _part(content, AT_ONCE)
+                data += part
+                if more or len(data) >= PART:
+                    async for part in _rest(bytes(data), content):
+                        yield part
+                    data.clear()
             if data:
                 yield bytes(data)
-        yield b"".join(map(_event, last())) + b"data: [DONE]\n\n"
+        yield b"".join(itertools.chain.from_iterable(map(_event, last()))) + b"data: [DONE]\n\n"
     except Exception as error:  # too late for another status
         logger.exception("stream %s failed", generation.request_id)
-        yield _event({"error": _error(500, f"{type(error).__name__}: {error}")}) + b"data: [DONE]\n\n"
+        told = {"error": _error(500, f"{type(error).__name__}: {error}")}
+        yield b"".join(_event(told)) + b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):
@@ -244,5 +313,7 @@ class _Stream(StreamingResponse):
             self.generation.close()
 
 
-def _event(content: dict) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def _event(content: dict) -> Iterator[bytes]:
+    yield b"data: "
+    yield from pieces(content)
+    yield b"\n\n"

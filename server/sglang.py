@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+import orjson
+from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
 from .async_engine import GenerateRequest
-from .protocol import (
-    STREAMING,
-    Body,
-    FastRoute,
-    RequestId,
-    Sampling,
-    answer,
-    finite,
-    reply,
-    version_spans,
-)
+from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, version_spans
 from .service import Served, Service
 
-router = APIRouter(route_class=FastRoute, tags=["SGLang"])
+router = APIRouter(route_class=DataRoute, tags=["SGLang"])
+REPEATED = 1024  # values (token ids, log-probs) that each event of a stream may repeat
+GROWTH = 1 / 32
 
 
 class SGLangSampling(Sampling):
@@ -50,6 +44,7 @@ class SGLangSampling(Sampling):
 class GenerateBody(Body):
     """The body of `/generate`."""
 
+    model: str | None = None
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: SGLangSampling | list[SGLangSampling] | None = None
@@ -95,7 +90,8 @@ class _Writer:
     """Writes one prompt's samples.
 
     first: index of its first sample in the reply. start: the first prompt token to report a log-prob of. top: how many
-    alternatives to report. output, completions: all that a stream has told so far, which it repeats each time.
+    alternatives to report. output, completions: all of a stream so far, which each event repeats. told: the values that
+    a sample's last event had.
     """
 
     server: Service
@@ -108,32 +104,44 @@ class _Writer:
     begin: float = field(default_factory=time.perf_counter)
     output: RequestOutput | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
 
     def entry(self, logprob: float | None, token: int) -> list:
         text = self.server.token(token) if self.body.return_text_in_logprobs else None
         return [None if logprob is None else finite(logprob), token, text]
 
-    def entries(self, tops: list[dict[int, float]]) -> list[list | None]:
-        return [[self.entry(lp, t) for t, lp in top.items()] or None for top in tops]
+    def entries(self, tops: Iterable[dict[int, float]] | None) -> Iterator[bytes]:
+        return (orjson.dumps([self.entry(lp, t) for t, lp in top.items()] or None) for top in tops or ())
 
-    def cumulative(self, output: RequestOutput, new: Completion) -> dict:
-        """The sample so far; the engine told only what is new."""
+    def cumulative(self, output: RequestOutput, new: Completion) -> Iterator[dict]:
+        """The sample so far, if an event is due; the engine told only what is new.
+
+        Events repeat all that was told. Beyond REPEATED values, one comes when a part of GROWTH is new, so that a
+        stream's length is in proportion to the sample's.
+        """
         self.output = self.output or output  # the first one has the prompt's log-probs
-        old = self.completions.get(new.index)
-        if old is not None:
-            tops = None if new.top_logprobs is None else [*(old.top_logprobs or []), *new.top_logprobs]
-            new = replace(
+        c = self.completions.get(new.index, new)
+        if c is not new:
+            c.token_ids.extend(new.token_ids)
+            c.logprobs.extend(new.logprobs)
+            if c.top_logprobs is not None:
+                c.top_logprobs.extend(new.top_logprobs or ())
+            c = replace(
                 new,
-                token_ids=old.token_ids + new.token_ids,
-                logprobs=old.logprobs + new.logprobs,
-                weight_versions=_joined([*old.weight_versions, *new.weight_versions]),
-                text=(old.text or "") + (new.text or ""),
-                top_logprobs=tops,
+                token_ids=c.token_ids,
+                logprobs=c.logprobs,
+                weight_versions=_joined([*c.weight_versions, *new.weight_versions]),
+                text=(c.text or "") + (new.text or ""),
+                top_logprobs=c.top_logprobs,
             )
-        self.completions[new.index] = new
-        return self.whole(self.output, new)
+        self.completions[new.index] = c
+        told = self.told.get(new.index, 0)
+        values = len(c.token_ids) * (1 + self.logprobs + self.top)
+        if not told or c.finish_reason or values <= REPEATED or values >= told * (1 + GROWTH):
+            self.told[new.index] = values
+            yield self.whole(self.output, c, first_or_last=not told or c.finish_reason is not None)
 
-    def whole(self, output: RequestOutput, c: Completion) -> dict:
+    def whole(self, output: RequestOutput, c: Completion, first_or_last: bool = True) -> dict:
         label_of = self.server.updates.label_of
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -141,34 +149,32 @@ class _Writer:
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(c.token_ids),
             "cached_tokens": output.num_cached_tokens,
+            "sampling_seed": output.seed,
             "weight_version": label_of(c.weight_version),
             "weight_versions": version_spans(c, label_of),
             "e2e_latency": time.perf_counter() - self.begin,
             "contract": self.server.contract_hash,
         }
         if self.logprobs:
-            meta |= self.of_logprobs(output, c)
+            meta |= self.of_sample(c) | self.of_prompt(output, first_or_last and c.index == 0)
         found = {"text": c.text, "output_ids": c.token_ids, "meta_info": meta}
         if self.body.return_prompt_token_ids:
             found["prompt_token_ids"] = output.prompt_token_ids
         return found
 
-    def of_logprobs(self, output: RequestOutput, c: Completion) -> dict:
-        own = [self.entry(lp, t) for lp, t in zip(c.logprobs, c.token_ids, strict=True)]
-        found: dict[str, Any] = {
-            "output_token_logprobs": own,
-            "output_token_logprobs_length": len(own),
-            "input_token_logprobs": [],
-        }
-        if self.top:
-            found["output_top_logprobs"] = self.entries(c.top_logprobs or [])
-        if self.start is not None and output.prompt_logprobs is not None:
-            values = [None, *output.prompt_logprobs[1:]]
-            pairs = list(zip(values, output.prompt_token_ids, strict=True))
-            found["input_token_logprobs"] = [self.entry(lp, t) for lp, t in pairs[self.start :]]
-            if self.top:
-                found["input_top_logprobs"] = self.entries((output.prompt_top_logprobs or [])[self.start :])
-        return found
+    def of_sample(self, c: Completion) -> dict:
+        own = (orjson.dumps(self.entry(lp, t)) for lp, t in zip(c.logprobs, c.token_ids, strict=True))
+        found = {"output_token_logprobs": own, "output_token_logprobs_length": len(c.token_ids)}
+        return found | ({"output_top_logprobs": self.entries(c.top_logprobs)} if self.top else {})
+
+    def of_prompt(self, output: RequestOutput, told: bool) -> dict:
+        """The prompt's log-probs, once per prompt: in its first sample, of a stream in the first and the last event."""
+        if self.start is None or output.prompt_logprobs is None or not told:
+            return {"input_token_logprobs": []}
+        pairs = zip([None, *output.prompt_logprobs[1:]], output.prompt_token_ids, strict=True)
+        own = (orjson.dumps(self.entry(lp, t)) for lp, t in itertools.islice(pairs, self.start, None))
+        tops = itertools.islice(output.prompt_top_logprobs or (), self.start, None)
+        return {"input_token_logprobs": own} | ({"input_top_logprobs": self.entries(tops)} if self.top else {})
 
 
 def _finish_reason(c: Completion) -> dict | None:
@@ -193,8 +199,9 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 
 
 @router.post("/generate", responses=STREAMING)
-async def generate(body: GenerateBody, http: Request, server: Served):
+async def generate(body: GenerateBody, server: Served):
     """Generate from text or token ids, one prompt or a batch."""
+    server.check_model(body.model)
     prompts, batch = body.prompts()
     rids, rid = body.rids(len(prompts), batch)
     columns = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
@@ -213,19 +220,17 @@ async def generate(body: GenerateBody, http: Request, server: Served):
         samples += params.n
     several = batch or samples > 1
 
-    def whole(outputs: list[RequestOutput]) -> list[dict] | dict:
-        found: list[dict] = []
-        for writer, output in zip(writers, outputs, strict=True):
-            found += [writer.whole(output, c) for c in output.completions]
-        return found if several else found[0]
+    def whole(outputs: list[RequestOutput]) -> Iterator[dict] | dict:
+        found = (w.whole(output, c) for w, output in zip(writers, outputs, strict=True) for c in output.completions)
+        return found if several else next(found)
 
     def events(index: int, output: RequestOutput) -> Iterable[dict]:
         writer = writers[index]
         for new in output.completions:
             place = {"index": writer.first + new.index} if several else {}
-            yield writer.cumulative(output, new) | place
+            yield from (event | place for event in writer.cumulative(output, new))
 
-    return await answer(http, server.engine, requests, rid, body.stream, whole, events)
+    return await answer(server.engine, requests, rid, body.stream, whole, events)
 
 
 @router.get("/health_generate")

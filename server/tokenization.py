@@ -14,6 +14,7 @@ from ..engine import LLM
 from .kept_ids import KeptTurn
 
 T = TypeVar("T")
+WORKERS = 4  # threads that encode texts, so that a long one holds nobody up
 
 
 class Tokenization:
@@ -23,11 +24,11 @@ class Tokenization:
         self.tokenizer = copy.deepcopy(llm.tokenizer)
         self.processor = llm.input_processor(self.tokenizer)
         self.need = self.processor.need_tokenizer
-        self._executor = ThreadPoolExecutor(1, "tokenizer")
+        self._executor = ThreadPoolExecutor(WORKERS, "tokenizer")  # they leave the interpreter to others meanwhile
         self.token = functools.lru_cache(maxsize=2**16)(self._token)
 
     async def in_thread(self, function: Callable[..., T], *args, **kwargs) -> T:
-        """Call a function in the tokenizer's thread and return its result."""
+        """Call a function in a tokenizer's thread and return its result. Cancelled, it is dropped unless it runs."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
@@ -37,21 +38,25 @@ class Tokenization:
         return max((len(token) for token in self.need("text").get_vocab()), default=1)
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """ValueError for a prompt that is too long however it is split: it isn't worth tokenising."""
+        """ValueError for a text, or ids, too long for the model however it is split: it isn't worth tokenising."""
         limit = self.processor.max_model_len
-        least = len(prompt) // self.longest_token if isinstance(prompt, str) else len(prompt)
+        if len(prompt) <= limit:
+            return
+        least = -(-len(prompt) // self.longest_token) if isinstance(prompt, str) else len(prompt)
         if least > limit:
-            raise ValueError(f"prompt of at least {least} tokens leaves no room in max_model_len {limit}")
+            raise ValueError(f"at least {least} tokens: that leaves no room in max_model_len {limit}")
 
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. ValueError for one of any length that the model has no room for."""
+        self.check_length(text)
         return self.need("text").encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids. Raises ValueError for ids out of range."""
+        """The text of token ids. Raises ValueError for ids out of range, or more than the model has room for."""
+        self.check_length(token_ids)
         for token in token_ids:
             if not 0 <= token < self.processor.vocab_size:
                 raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from fastapi import APIRouter, Request
+import orjson
+from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput
 from .async_engine import GenerateRequest
 from .openai import Call, prompt_logprobs
-from .protocol import STREAMING, FastRoute, Sampling, answer, finite, usage, version_spans
+from .protocol import STREAMING, DataRoute, Sampling, answer, finite, usage, version_spans
 from .service import Served
 
-router = APIRouter(route_class=FastRoute, tags=["OpenAI and vLLM"])
+router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
 
 
 class TokensSampling(Sampling):
@@ -37,13 +38,13 @@ class TokensRequest(Call):
 
 
 @router.post("/inference/v1/generate", responses=STREAMING)
-async def inference_generate(body: TokensRequest, http: Request, server: Served):
+async def inference_generate(body: TokensRequest, server: Served):
     """Token ids in, token ids out."""
     server.check_model(body.model)
     sampling = body.sampling_params
     params = sampling.params(body.stream, detokenize=bool(sampling.stop))
     request_id = body.request_id or uuid.uuid4().hex
-    begun: set[str] = set()
+    begun = False
 
     def choice(c: Completion) -> dict:
         return {
@@ -51,7 +52,7 @@ async def inference_generate(body: TokensRequest, http: Request, server: Served)
             "token_ids": c.token_ids,
             "finish_reason": c.finish_reason,
             "stop_reason": c.stop_reason,
-            "logprobs": None if params.logprobs is None else {"content": list(_token_entries(c))},
+            "logprobs": None if params.logprobs is None else {"content": _token_entries(c)},
             "weight_versions": version_spans(c, server.updates.label_of),
             "routed_experts": None,
             "sampling_mask": None,
@@ -61,9 +62,10 @@ async def inference_generate(body: TokensRequest, http: Request, server: Served)
         return {
             "request_id": request_id,
             "model": server.model_name,
-            "choices": [choice(c) for c in output.completions],
+            "choices": map(choice, output.completions),
             "prompt_token_ids": None if begun else output.prompt_token_ids,
-            "prompt_logprobs": prompt_logprobs(server, output),
+            "prompt_logprobs": None if begun else prompt_logprobs(server, output),
+            "seed": output.seed,
             "weight_version": server.updates.label,
         }
 
@@ -74,17 +76,18 @@ async def inference_generate(body: TokensRequest, http: Request, server: Served)
         return envelope(output) | {"usage": tokens}
 
     def events(index: int, output: RequestOutput) -> Iterable[dict]:
+        nonlocal begun
         yield envelope(output)
-        begun.add(request_id)
+        begun = True
 
     requests = [GenerateRequest(body.token_ids, params, body.cache_salt)]
-    return await answer(http, server.engine, requests, request_id, body.stream, whole, events)
+    return await answer(server.engine, requests, request_id, body.stream, whole, events)
 
 
-def _token_entries(c: Completion) -> Iterable[dict]:
+def _token_entries(c: Completion) -> Iterator[bytes]:
     for token, logprob, top, rank in zip(c.token_ids, c.logprobs, c.top_logprobs or [], c.ranks or [], strict=True):
         others = [_token_entry(t, lp, place) for place, (t, lp) in enumerate(top.items(), 1)]
-        yield _token_entry(token, logprob, rank) | {"top_logprobs": others}
+        yield orjson.dumps(_token_entry(token, logprob, rank) | {"top_logprobs": others})
 
 
 def _token_entry(token: int, logprob: float, rank: int) -> dict:

@@ -19,16 +19,17 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from ...engine import LLM, RequestOutput, SamplingParams, WeightUpdate
 from ...engine.engine import MEMORY_TAGS
-from ...engine.sampling_params import RequestOutputKind
+from ...engine.sampling_params import MAX_LOGPROBS, RequestOutputKind
 from ...engine.weights import TensorSpec, WeightUpdateError
 from ...engine.weights.spec import from_bytes
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
+from ...server.limits import Limits
 from .limits import NAME
 
 logger = logging.getLogger(__name__)
 PREFIX = f"{NAME}_rollout_"  # of the names of all replicas' actors
-ENDLESS = 1 << 20  # requests that may wait: verl sends a whole batch at once
+NO_LIMITS = Limits(1 << 40, MAX_LOGPROBS, 1 << 40)  # verl sends a whole batch at once
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 SAME_NAMES = ("dtype", "enforce_eager", "enable_prefix_caching", *SIZES)  # settings that `EngineConfig` calls so, too
 
@@ -49,7 +50,7 @@ class Server:
         settings |= {"device": device, "max_model_len": self.config.max_model_len or self.max_tokens}
         settings |= self.config.engine_kwargs.get(NAME) or {}
         self.llm = LLM(model_path, skip_tokenizer_init=True, **settings)
-        self.engine = AsyncEngine(self.llm, max_waiting=ENDLESS)
+        self.engine = AsyncEngine(self.llm, NO_LIMITS)
         self.global_steps: int | None = None  # verl's name for the weights in force
         self.versions: dict[int, int | None] = {}  # the engine's version -> verl's step
         self.update: WeightUpdate | None = None

@@ -52,6 +52,32 @@ def test_it_is_an_engine_and_gives_the_bits_of_one_in_this_process(path, remote)
     assert not remote.has_unfinished_requests()
 
 
+def test_more_than_the_server_holds_goes_in_parts_and_what_never_fits_says_how_to_raise_it(path):
+    params = [SamplingParams(n=2, max_tokens=5, seed=i, ignore_eos=True) for i in range(6)]
+    params += [
+        SamplingParams(max_tokens=3, seed=7, logprobs=4),
+        SamplingParams(max_tokens=1, seed=8, prompt_logprobs=9),
+    ]
+    prompts = [[17, 900, 3, 44]] * len(params)
+    local = LLM(path).generate(prompts, params, use_tqdm=False)
+    with (
+        Serving(path, {"max_num_seqs": 2}, max_waiting=3, max_reply_logprobs=50) as server,
+        Client(server.url) as client,
+    ):
+        outputs = client.generate(prompts, params)
+        assert [o.seed for o in outputs] == [p.seed for p in params]
+        with pytest.raises(ServerError, match="--max-waiting 6"):
+            client.generate([[5]], SamplingParams(n=6))
+        with pytest.raises(ServerError, match="--max-reply-logprobs 51"):
+            client.generate([[5]], SamplingParams(max_tokens=51))
+        assert client.generate([]) == []
+    for one, two in zip(outputs, local, strict=True):
+        assert [(c.token_ids, c.logprobs, c.top_logprobs) for c in one.completions] == [
+            (c.token_ids, c.logprobs, c.top_logprobs) for c in two.completions
+        ]
+        assert (one.prompt_logprobs, one.prompt_top_logprobs) == (two.prompt_logprobs, two.prompt_top_logprobs)
+
+
 def test_an_unset_seed_is_drawn_here_and_can_be_repeated(remote):
     request = remote.process([5, 6, 7], SamplingParams(max_tokens=6), "mine")
     remote.add_request(request)

@@ -1,0 +1,294 @@
+"""One request stops nobody: its size is bounded before it runs, and its reply is made beside the event loop."""
+
+import itertools
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+import torch
+
+from samebits.server import protocol, tokenization
+
+from helpers.serving import Serving, in_background, served_checkpoint, wait_for
+
+PROMPT = [17, 900, 3, 44]
+
+
+@pytest.fixture(scope="module")
+def wide(checkpoint, tmp_path_factory):
+    """A model with room for 8,192 tokens."""
+    folder = checkpoint("llama", max_position_embeddings=8192)
+    return served_checkpoint(folder, tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(wide):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with Serving(wide, {"kv_cache_memory_bytes": 2**26}) as server:
+        yield server
+    torch.set_num_threads(before)
+
+
+# --- what a call may ask for ------------------------------------------------------------------------------------------
+
+TOO_MUCH = {
+    "alternatives": ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, "--max-logprobs 21"),
+    "of the prompt": ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1000}, "--max-logprobs 1000"),
+    "in a chat": (
+        "/v1/chat/completions",
+        {"messages": [], "input_ids": PROMPT, "logprobs": True, "top_logprobs": 21},
+        "--max-logprobs 21",
+    ),
+    "SGLang's": (
+        "/generate",
+        {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 30},
+        "--max-logprobs 30",
+    ),
+    "token in, token out": (
+        "/inference/v1/generate",
+        {"token_ids": PROMPT, "sampling_params": {"logprobs": 21}},
+        "--max-logprobs 21",
+    ),
+    "n x tokens x alternatives": (
+        "/v1/completions",
+        {"prompt": PROMPT, "logprobs": 20, "n": 13, "max_tokens": 8000},
+        f"--max-reply-logprobs {13 * 8000 * 21}",
+    ),
+    "prompt tokens": (
+        "/v1/completions",
+        {"prompt": [[7] * 8000] * 13, "prompt_logprobs": 20, "max_tokens": 1},
+        f"--max-reply-logprobs {13 * (8000 * 21 + 1)}",
+    ),
+    "all that fits": (
+        "/generate",
+        {"input_ids": PROMPT, "sampling_params": {"n": 300, "max_new_tokens": None}},
+        f"--max-reply-logprobs {300 * 8188}",
+    ),
+    "sequences": ("/v1/completions", {"prompt": [[5]] * 131, "n": 8}, "--max-waiting 1048"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_more_than_a_limit_is_a_400_that_names_the_option_which_raises_it(server, case):
+    route, body, message = TOO_MUCH[case]
+    response = server.post(route, body)
+    assert response.status_code == 400 and message in response.json()["message"], response.text[:500]
+    assert not server.engine.generations and server.engine.num_sequences == 0
+    assert server.ok("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+
+
+def test_raised_limits_let_the_same_calls_through(wide):
+    with Serving(wide, max_logprobs=30, max_reply_logprobs=100, max_waiting=0) as server:
+        body = {"prompt": PROMPT, "logprobs": 30, "max_tokens": 3, "ignore_eos": True}
+        assert [len(t) for t in server.ok("/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]]
+        assert "--max-reply-logprobs 124" in server.post("/v1/completions", body | {"max_tokens": 4}).text
+        assert server.post("/v1/completions", {"prompt": PROMPT, "n": 17}).status_code == 400
+        assert server.ok("/v1/completions", {"prompt": PROMPT, "n": 16, "max_tokens": 1})
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_of_a_prompt_come_once(server):
+    body = {"prompt": [PROMPT, [5, 6, 7]], "n": 3, "prompt_logprobs": 2, "max_tokens": 2, "ignore_eos": True}
+    choices = server.ok("/v1/completions", body)["choices"]
+    assert ["prompt_logprobs" in c for c in choices] == [True, False, False, True, False, False]
+    assert [len(choices[i]["prompt_logprobs"]) for i in (0, 3)] == [4, 3]
+    text = server.post("/v1/completions", body | {"stream": True}).text
+    assert text.count('"prompt_logprobs":[null') == 2
+    body = {
+        "input_ids": PROMPT, "sampling_params": {"n": 3, "max_new_tokens": 2, "ignore_eos": True},
+        "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2,
+    }  # fmt: skip
+    metas = [sample["meta_info"] for sample in server.ok("/generate", body)]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [4, 0, 0]
+    assert [len(meta.get("input_top_logprobs", ())) for meta in metas] == [4, 0, 0]
+    body = {"token_ids": PROMPT, "sampling_params": {"n": 3, "max_tokens": 5, "prompt_logprobs": 0}, "stream": True}
+    assert server.post("/inference/v1/generate", body).text.count('"prompt_logprobs":[null') == 1
+
+
+def test_a_reply_in_pieces_is_the_reply_in_one(server, monkeypatch):
+    """At PART = 1 nearly all of each reply is made by threads, piece by piece."""
+    calls = [
+        ("/v1/completions", {"prompt": [PROMPT, [9]], "n": 2, "logprobs": 3, "prompt_logprobs": 2, "max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": [], "input_ids": PROMPT, "logprobs": True, "top_logprobs": 3,
+                                  "max_tokens": 9}),
+        ("/generate", {"input_ids": [PROMPT, [9]], "return_logprob": True, "top_logprobs_num": 2,
+                       "logprob_start_len": 0, "sampling_params": {"n": 2, "max_new_tokens": 9, "sampling_seed": 1}}),
+        ("/inference/v1/generate", {"token_ids": PROMPT,
+                                    "sampling_params": {"logprobs": 2, "max_tokens": 9, "seed": 1}}),
+    ]  # fmt: skip
+
+    def replies():
+        for route, body in calls:
+            seed = {} if "sampling_params" in body else {"seed": 1}
+            for stream in (False, True):
+                text = server.post(route, body | seed | {"stream": stream}).text
+                yield _timeless([json.loads(x.removeprefix("data: ")) for x in text.split("\n\n") if x[-1:] == "}"])
+
+    whole = list(replies())
+    monkeypatch.setattr(protocol, "PART", 1)
+    assert list(replies()) == whole
+
+
+DIFFERS = ("id", "request_id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details")
+
+
+def _timeless(value):
+    """The value without what differs between two calls."""
+    if isinstance(value, list):
+        return [_timeless(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _timeless(v) for k, v in value.items() if k not in DIFFERS}
+
+
+def test_pieces_join_to_the_json_of_the_value():
+    value = {
+        "a": iter([{}, {"b": iter(())}, b"[1]", [2, None]]),
+        "c": {"d": iter(["x"])},
+        "e": [{"f": 1.5}],
+        "": "\u00e9",
+    }
+    found = json.loads(b"".join(protocol.pieces(value)))
+    assert found == {"a": [{}, {"b": []}, [1], [2, None]], "c": {"d": ["x"]}, "e": [{"f": 1.5}], "": "\u00e9"}
+
+
+def test_every_reply_tells_the_seed_that_repeats_it(server):
+    def completions(more):
+        c = server.ok("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True} | more)
+        return c["choices"][0]["seed"], c["choices"][0]["token_ids"]
+
+    def chat(more):
+        body = {"messages": [], "input_ids": PROMPT, "max_tokens": 8, "return_token_ids": True}
+        c = server.ok("/v1/chat/completions", body | more)
+        return c["choices"][0]["seed"], c["choices"][0]["token_ids"]
+
+    def tokens(more):
+        c = server.ok("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8} | more})
+        return c["seed"], c["choices"][0]["token_ids"]
+
+    def sglang(more):
+        sampling = {"max_new_tokens": 8, "sampling_seed": more.get("seed")}
+        c = server.ok("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
+        return c["meta_info"]["sampling_seed"], c["output_ids"]
+
+    for route in (completions, chat, tokens, sglang):
+        seed, ids = route({})
+        assert seed < 2**53, "JSON's readers may hold integers as doubles"
+        assert route({"seed": seed}) == (seed, ids), route.__name__
+        assert route({})[0] != seed
+    text = server.post("/v1/completions", {"prompt": PROMPT, "seed": 4, "stream": True, "max_tokens": 3}).text
+    assert text.count('"seed":4') == 1
+
+
+def test_alternatives_of_the_same_text_never_hide_the_sampled_tokens_log_prob(server):
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "temperature": 1.5}
+    found = server.ok("/v1/completions", body)["choices"][0]["logprobs"]
+    assert sum(len(top) < 20 for top in found["top_logprobs"]), "no two tokens had the same text"
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert top[token] == logprob
+
+
+def events(text: str) -> list[dict]:
+    return [json.loads(x.removeprefix("data: ")) for x in text.split("\n\n") if x.startswith("data: {")]
+
+
+def test_a_cumulative_stream_grows_with_the_sample_not_with_its_square(server):
+    body = {
+        "input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 800, "ignore_eos": True, "sampling_seed": 5},
+    }  # fmt: skip
+    whole = server.post("/generate", body)
+    stream = server.post("/generate", body | {"stream": True})
+    assert len(stream.content) < 45 * len(whole.content)
+    found = events(stream.text)
+    assert found[-1]["output_ids"] == whole.json()["output_ids"]
+    for key in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs"):
+        assert found[-1]["meta_info"][key] == whole.json()["meta_info"][key]
+    for a, b in itertools.pairwise(found):
+        assert b["output_ids"][: len(a["output_ids"])] == a["output_ids"]
+        assert len(b["meta_info"]["output_top_logprobs"]) == len(b["output_ids"]) == b["meta_info"]["completion_tokens"]
+    assert [len(e["meta_info"]["input_token_logprobs"]) for e in found] == [4] + [0] * (len(found) - 2) + [4]
+    plain = events(server.post("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {
+        "max_new_tokens": 800, "ignore_eos": True}}).text)  # fmt: skip
+    assert len(plain) == 800, "a stream without log-probs has an event per token"
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+LONG = "word " * 100_000  # 500,000 characters: at least 20,000 tokens of this tokenizer's
+LONG_TEXTS = {
+    "tokenize": ("/tokenize", {"prompt": LONG}),
+    "tokenize a conversation": ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    "a conversation": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    "a prompt": ("/v1/completions", {"prompt": LONG}),
+    "without special tokens": ("/v1/completions", {"prompt": LONG, "add_special_tokens": False}),
+    "SGLang's": ("/generate", {"text": LONG}),
+    "ids": ("/detokenize", {"tokens": [7] * 8193}),
+}
+
+
+class Tokenizer:
+    """The server's tokenizer, with a list of the texts that it encoded; those that begin with "slow" wait."""
+
+    def __init__(self, server, monkeypatch):
+        self.real, self.texts, self.go = server.engine.tokenization.tokenizer, [], threading.Event()
+        monkeypatch.setattr(server.engine.tokenization.processor, "tokenizer", self)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def encode(self, text, **options):
+        self.texts.append(text)
+        assert not text.startswith("slow") or self.go.wait(30)
+        return self.real.encode(text, **options)
+
+
+@pytest.mark.parametrize("case", LONG_TEXTS)
+def test_what_no_model_has_room_for_is_refused_before_it_is_tokenised(server, monkeypatch, case):
+    tokenizer = Tokenizer(server, monkeypatch)
+    response = server.post(*LONG_TEXTS[case])
+    assert response.status_code == 400 and "leaves no room in max_model_len 8192" in response.text, response.text[:500]
+    assert not tokenizer.texts
+
+
+def raw_post(server, route: str, body: dict) -> socket.socket:
+    content = json.dumps(body).encode()
+    head = f"POST {route} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+ENCODED = {
+    "/tokenize": lambda text: {"prompt": text},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+    "/v1/completions": lambda text: {"prompt": text, "add_special_tokens": False, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("route", ENCODED)
+def test_a_text_that_takes_long_holds_nobody_up_and_what_nobody_waits_for_is_dropped(server, monkeypatch, route):
+    tokenizer, queued, executor = Tokenizer(server, monkeypatch), [], server.engine.tokenization._executor
+    submit = executor.submit
+    monkeypatch.setattr(executor, "submit", lambda *call: queued.append(submit(*call)) or queued[-1])
+    with in_background(server.ok, "/tokenize", {"prompt": "slow text"}):
+        wait_for(lambda: len(tokenizer.texts) == 1)
+        assert httpx.post(server.url + route, json=ENCODED[route]("quick"), timeout=10).status_code == 200
+        busy = [raw_post(server, "/tokenize", {"prompt": f"slow {i}"}) for i in range(tokenization.WORKERS - 1)]
+        wait_for(lambda: len(tokenizer.texts) == 2 + len(busy))
+        count = len(queued)
+        left = raw_post(server, route, ENCODED[route]("nobody waits"))
+        wait_for(lambda: len(queued) > count)
+        left.close()
+        wait_for(queued[-1].cancelled)
+        tokenizer.go.set()
+        for connection in busy:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.close()
+    assert server.ok("/tokenize", {"prompt": "last"})
+    assert not [text for text in tokenizer.texts if "nobody waits" in text]
