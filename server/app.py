@@ -47,6 +47,14 @@ async def page() -> Response:
     return FileResponse(PAGE, media_type="text/html")
 
 
+@open_router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The routes, from /openapi.json; works without the internet."""
+    return FileResponse(PAGE.with_name("docs.html"), media_type="text/html")
+
+
+@open_router.head("/health", include_in_schema=False)
+@open_router.head("/ready", include_in_schema=False)
 @open_router.get("/health")
 @open_router.get("/ready")
 async def health(server: Served) -> Response:
@@ -126,6 +134,8 @@ def create_app(
         version=__version__,
         summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         max_body_size=MAX_BODY,
         responses={status: {"description": text} for status, text in _ERRORS.items()},
     )
@@ -172,6 +182,8 @@ def _add_error_replies(app: FastAPI) -> None:
     async def invalid(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        if "json" not in http.headers.get("content-type", ""):
+            found.append("send JSON, with the header 'Content-Type: application/json'")
         return problem(400, "; ".join(found))
 
     async def refused(http: Request, error: Exception) -> Response:
