@@ -67,7 +67,8 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         hidden = self.base_model(*args, **kwargs).last_hidden_state[0]
         return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    eager = torch.compiler.disable(forward, reason="a compiler may fuse what has to be rounded")
+    return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})
 
 
 class ExactRMSNorm(nn.Module):

@@ -18,6 +18,7 @@ from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 from ..model.packing import kept_tokens
 
 
+@torch.compiler.disable  # compiled, the code around the model gave other numbers
 def token_logprobs(
     model: PreTrainedModel,
     sequences: Tensor | Sequence[Sequence[int] | Tensor],
