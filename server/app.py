@@ -32,7 +32,7 @@ from .tools import tool_format
 from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
-MAX_BODY = 64 * 2**20  # bytes
+MAX_BODY = 32 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
 PauseKeep = Literal["stale", "recompute"]
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
@@ -47,6 +47,14 @@ async def page() -> Response:
     return FileResponse(PAGE, media_type="text/html")
 
 
+@open_router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The routes, from /openapi.json; works without the internet."""
+    return FileResponse(PAGE.with_name("docs.html"), media_type="text/html")
+
+
+@open_router.head("/health", include_in_schema=False)
+@open_router.head("/ready", include_in_schema=False)
 @open_router.get("/health")
 @open_router.get("/ready")
 async def health(server: Served) -> Response:
@@ -126,6 +134,8 @@ def create_app(
         version=__version__,
         summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         max_body_size=MAX_BODY,
         responses={status: {"description": text} for status, text in _ERRORS.items()},
     )
@@ -172,6 +182,8 @@ def _add_error_replies(app: FastAPI) -> None:
     async def invalid(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        if "json" not in http.headers.get("content-type", ""):
+            found.append("send JSON, with the header 'Content-Type: application/json'")
         return problem(400, "; ".join(found))
 
     async def refused(http: Request, error: Exception) -> Response:
