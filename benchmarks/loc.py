@@ -19,7 +19,7 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "correction/calibration": 562,
     "integrations": 2150,
     "server": 2000,
-    "cli": 1500,
+    "cli": 1520,
     "kernels": None,
     "kernels/triton": None,
 }

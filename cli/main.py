@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
-from .options import ENGINE, SAMPLING, with_options
+from .options import ENGINE, SAMPLING, SERVER, with_options
 from .train import train
 
 app = typer.Typer(
@@ -31,8 +31,6 @@ console = Console()
 app.command()(train)
 
 NUMERICS = ENGINE.only("dtype", "device").with_defaults(device="cpu")
-ToolParser = Literal["auto", "off", "hermes", "llama3_json", "mistral", "mistral-args"]
-PauseKeep = Literal["stale", "recompute"]
 DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
 
 Settings = dict[str, Any]  # of one configuration, by field
@@ -112,8 +110,9 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
 
 
 @app.command()
-@with_options(engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # streams wait for no longer prompts than these
+@with_options(server=SERVER, engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # the longest step before a token
 def serve(
+    server: Settings,
     engine: Settings,
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
@@ -124,14 +123,7 @@ def serve(
     control_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of control without an admin key; 0: a free one.")
     ] = 0,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get 503.")] = 1024,
-    max_logprobs: Annotated[int, typer.Option(min=0, max=1000, help="Most alternatives per token.")] = 20,
-    max_reply_logprobs: Annotated[int, typer.Option(min=1, help="Most log-probs of one reply.")] = 2**21,
-    transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
-    tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
-    kept_tokens: Annotated[int, typer.Option(min=0, help="Tokens of chat answers kept for next turns.")] = 2**22,
-    pause_keep: Annotated[PauseKeep, typer.Option(help="KV of requests that pauses keep across an update.")] = "stale",
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
 
@@ -144,12 +136,14 @@ def serve(
 
     from ..engine import LLM
     from ..server.auth import Guard, read_key
+    from ..server.options import ServerOptions
     from ..server.serve import serve as run
     from ..server.serve import take_address
 
     guard = Guard(read_key(api_key_file, "SAMEBITS_API_KEY"), read_key(admin_key_file, "SAMEBITS_ADMIN_KEY"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = take_address(host, port)  # before the model loads
+    ServerOptions(**server)  # checked before the model loads, as are the addresses
+    listener = take_address(host, port)
     own = guard.admin_key is None and control_port != port
     control = take_address("127.0.0.1", control_port) if own else None
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
@@ -158,9 +152,7 @@ def serve(
         llm = loader.submit(LLM, model, **engine).result()
     where = (served_model_name or model, listener, guard, shutdown_timeout, control)
     try:
-        run(llm, *where, max_waiting=max_waiting, max_logprobs=max_logprobs, max_reply_logprobs=max_reply_logprobs,
-            transfer_timeout=transfer_timeout, tool_parser=tool_parser,
-            kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
+        run(llm, *where, **server)
     finally:
         llm.close()
 

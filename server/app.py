@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +24,7 @@ from .auth import Guard
 from .kept_ids import KeptIds
 from .limits import Limits
 from .metrics import Metrics
+from .options import ServerOptions
 from .protocol import problem, reply
 from .service import ModelNotFoundError, Served, Service
 from .states import ConflictError, UnavailableError
@@ -33,7 +33,6 @@ from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 32 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
-PauseKeep = Literal["stale", "recompute"]
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
 
@@ -91,38 +90,21 @@ async def contract(server: Served) -> Response:
     return reply({"hash": found.hash, "contract": asdict(found)})
 
 
-def create_app(
-    llm: LLM,
-    model_name: str,
-    guard: Guard | None = None,
-    max_waiting: int = 1024,
-    max_logprobs: int = 20,
-    max_reply_logprobs: int = 2**21,
-    transfer_timeout: float = 300.0,
-    tool_parser: str = "auto",
-    kept_tokens: int = 2**22,
-    pause_keep: PauseKeep = "stale",
-) -> FastAPI:
-    """The application around an engine, which belongs to it from its start on.
-
-    max_waiting: sequences in the queue before new requests get 503. max_logprobs: most alternatives per token.
-    max_reply_logprobs: most log-probs that one reply may have, which bounds its memory. transfer_timeout: seconds, for
-    the rendezvous and each broadcast of a weight update. tool_parser: the convention by which tool calls are found in
-    chat answers: one of `tools.FORMATS`, "auto" (by the chat template) or "off". kept_tokens: of chat answers, kept for
-    their next turns; 0 is off. pause_keep: whether requests that a pause keeps across a weight update keep the old
-    weights' KV ("stale"), or have it computed anew ("recompute"), which keeps their log-probs exact.
-    """
+def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings) -> FastAPI:
+    """The application around an engine, which belongs to it from its start on. settings: see `ServerOptions`."""
+    options = ServerOptions(**settings)
     template = getattr(llm.tokenizer, "chat_template", None)
-    found_format = tool_format(tool_parser, template if isinstance(template, str) else None)
+    found_format = tool_format(options.tool_parser, template if isinstance(template, str) else None)
     guard = guard or Guard()
-    limits = Limits(llm.config.max_num_seqs * llm.config.replicas + max_waiting, max_logprobs, max_reply_logprobs)
+    room = llm.config.max_num_seqs * llm.config.replicas + options.max_waiting
+    limits = Limits(room, options.max_logprobs, options.max_reply_logprobs)
     found = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = AsyncEngine(llm, limits, found.observe_step)
-        updates = WeightUpdates(engine, transfer_timeout, pause_keep == "recompute")
-        kept = KeptIds(kept_tokens)
+        updates = WeightUpdates(engine, options.transfer_timeout, options.pause_keep == "recompute")
+        kept = KeptIds(options.kept_tokens)
         app.state.service = found.service = Service(engine, updates, model_name, kept, guard, found_format)
         engine.start()
         yield

@@ -45,12 +45,12 @@ class _Common(Call, Sampling):
     return_weight_versions: bool | None = False
     response_format: dict[str, Any] | None = Field(default=None, description="text, json_object or json_schema.")
 
-    def structure(self) -> StructuredOutputsParams | None:
+    def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that response_format or structured_outputs asks for."""
         given = self.response_format or {}
         kind = given.get("type", "text")
         if kind == "text":
-            return super().structure()
+            return super().structure(**own)
         if self.structured_outputs:
             raise ValueError("give either response_format or structured_outputs")
         if kind == "json_object":

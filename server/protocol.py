@@ -99,9 +99,9 @@ class Sampling(Body):
     )
     spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
-    def structure(self) -> StructuredOutputsParams | None:
-        """The grammar that is asked for. Raises ValueError or TypeError for a wrong one."""
-        given = {name: value for name, value in (self.structured_outputs or {}).items() if value}
+    def structure(self, **own: Any) -> StructuredOutputsParams | None:
+        """The grammar that is asked for, also by a dialect's own fields. ValueError or TypeError for a wrong one."""
+        given = {name: value for name, value in (own | (self.structured_outputs or {})).items() if value}
         return StructuredOutputsParams(**given) if given else None
 
     def params(self, streamed: bool | None, **more: Any) -> SamplingParams:

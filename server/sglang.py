@@ -34,11 +34,9 @@ class SGLangSampling(Sampling):
     regex: str | None = None
     ebnf: str | None = None
 
-    def structure(self) -> StructuredOutputsParams | None:
+    def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that is asked for, by SGLang's names or vLLM's."""
-        own = {"json": self.json_schema, "regex": self.regex, "grammar": self.ebnf}
-        given = {name: value for name, value in (own | (self.structured_outputs or {})).items() if value}
-        return StructuredOutputsParams(**given) if given else None
+        return super().structure(json=self.json_schema, regex=self.regex, grammar=self.ebnf, **own)
 
 
 class GenerateBody(Body):

@@ -18,6 +18,7 @@ from samebits import __version__
 from samebits.cli import main
 from samebits.cli.main import app
 from samebits.engine import EngineConfig
+from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
 
 from helpers.serving import add_tokenizer
@@ -109,6 +110,7 @@ def command_parameters(name):
     ("command", "config", "own"),
     [
         ("serve", EngineConfig, {"max_num_batched_tokens": 256}),
+        ("serve", ServerOptions, {}),
         ("generate", EngineConfig, {}),
         ("rollout", EngineConfig, {}),
         ("bench", EngineConfig, {"exact": ..., "kv_cache_memory_bytes": 2**30, "skip_tokenizer_init": True}),
@@ -284,6 +286,8 @@ def test_a_port_in_use_is_told_before_the_model_loads():
         done = samebits("serve", "no-such-model", "--port", taken.getsockname()[1])
     assert done.returncode == 2 and "choose another --host or --port" in " ".join(done.stderr.split()), done.stderr
     assert samebits("serve", "no-such-model", "--port", 80000).returncode == 2
+    done = samebits("serve", "no-such-model", "--port", 0, "--max-waiting", -5)
+    assert done.returncode == 2 and "max_waiting must be at least 0" in done.stderr
 
 
 def test_options_of_a_config_reach_it(monkeypatch):
