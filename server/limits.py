@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ..engine import SamplingParams
 from ..engine.request import Request
 
+MAX_STOPS = 64  # stop strings
+MAX_STOPPING = 1024  # characters of all of them, stop tokens
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -26,6 +29,12 @@ class Limits:
         _check(sum(p.n for p in params), self.sequences, "sequences (prompts x n)", "--max-waiting")
         most = max(max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params)
         _check(most, self.logprobs, "log-probs per token", "--max-logprobs")
+        for p in params:
+            if len(p.stop) > MAX_STOPS or len("".join(p.stop)) > MAX_STOPPING or len(p.stop_token_ids) > MAX_STOPPING:
+                raise ValueError(
+                    f"each token is compared with all stops: at most {MAX_STOPS} stop strings of {MAX_STOPPING} "
+                    f"characters together, and {MAX_STOPPING} stop_token_ids"
+                )
 
     def check_reply(self, requests: Sequence[Request]) -> None:
         """Check the reply's size, now that the prompts' lengths are known."""

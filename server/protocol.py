@@ -8,6 +8,7 @@ import difflib
 import itertools
 import logging
 import math
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Self
@@ -64,9 +65,9 @@ class Body(BaseModel):
             if value is None or name in IGNORED:
                 continue
             if name not in UNSUPPORTED:
-                raise ValueError(f"unknown field {name!r:.100}{self._hint(name)}")
+                raise ValueError(f"unknown field {name[:100]!r}{self._hint(name[:100])}")
             if value != NEUTRAL[name] if name in NEUTRAL else value:
-                raise ValueError(f"{name}={value!r:.100} is not supported; leave it out")
+                raise ValueError(f"{name}={reprlib.repr(value)} is not supported; leave it out")
         return self
 
     @classmethod

@@ -69,9 +69,9 @@ class Server(uvicorn.Server):
     """Leaves signals to `serve`, which lets requests finish first."""
 
     def __init__(self, app: FastAPI):
-        options = {"proxy_headers": False, "access_log": False, "log_config": None, "backlog": 4096}
-        waits = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": 5}
-        super().__init__(uvicorn.Config(app, http=Connection, **options, **waits))
+        config = uvicorn.Config(app, http=Connection, timeout_keep_alive=KEEP_ALIVE, proxy_headers=False,
+                                access_log=False, log_config=None, timeout_graceful_shutdown=5, backlog=4096)  # fmt: skip
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
