@@ -69,8 +69,8 @@ class Server(uvicorn.Server):
     """Leaves signals to `serve`, which lets requests finish first."""
 
     def __init__(self, app: FastAPI):
-        config = uvicorn.Config(app, http=Connection, timeout_keep_alive=KEEP_ALIVE, proxy_headers=False,
-                                access_log=False, log_config=None, timeout_graceful_shutdown=5, backlog=4096)  # fmt: skip
+        config = uvicorn.Config(app, http=Connection, backlog=4096, proxy_headers=False, access_log=False,
+                                log_config=None, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5)  # fmt: skip
         super().__init__(config)
 
     @contextlib.contextmanager
