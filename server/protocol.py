@@ -11,7 +11,7 @@ import math
 import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
 from fastapi import Request
@@ -30,6 +30,8 @@ LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
 PART = 2**16  # bytes of a reply that are made and sent at a time
 AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # errors for each of a million wrong items would take a minute
 
 # Parameters of other engines that change a result. What is false or NEUTRAL asks for nothing.
 NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "modalities": ["text"]}
@@ -90,8 +92,8 @@ class Sampling(Body):
     max_tokens: int | None = 16
     min_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
