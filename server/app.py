@@ -32,7 +32,7 @@ from .tools import tool_format
 from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
-MAX_BODY = 32 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
+MAX_BODY = 16 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
 

@@ -19,6 +19,7 @@ from .protocol import (
     STREAMING,
     Body,
     DataRoute,
+    Ids,
     Items,
     RequestId,
     Sampling,
@@ -76,7 +77,7 @@ class _Common(Call, Sampling):
 class CompletionRequest(_Common):
     """The body of `/v1/completions`."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    prompt: str | Ids | Items[str] | Items[Ids]
     add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0)
 
@@ -85,7 +86,7 @@ class ChatRequest(_Common):
     """The body of `/v1/chat/completions`."""
 
     messages: Items[dict[str, Any]]
-    input_ids: Items[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
+    input_ids: Ids | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -113,7 +114,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
-    tokens: Items[int]
+    tokens: Ids
     model: str | None = None
 
 
@@ -275,6 +276,7 @@ async def completions(body: CompletionRequest, server: Served):
     prompts = [given] if given and isinstance(given[0], int) else given
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one prompt")
+    server.engine.limits.check_count(len(prompts))
     if not body.add_special_tokens:
         encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
