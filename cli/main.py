@@ -25,7 +25,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut names of options off
-    help="Rollouts whose log-probs are, bit for bit, the trainer's.",
 )
 console = Console()
 app.command()(train)
@@ -49,7 +48,8 @@ def every_command(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
-) -> None: ...
+) -> None:
+    """Rollouts whose log-probs are, bit for bit, the trainer's."""
 
 
 @app.command()

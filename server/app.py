@@ -32,7 +32,7 @@ from .tools import tool_format
 from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
-MAX_BODY = 32 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
+MAX_BODY = 16 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
 
@@ -127,26 +127,9 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (sglang_control.control, control.control):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])
-    contract_hash = llm.contract.hash if llm.contract else "none"
-    app.add_middleware(_ContractHeader, contract_hash=contract_hash)
+    app.state.contract_hash = llm.contract.hash if llm.contract else "none"
     _add_error_replies(app)
     return app
-
-
-class _ContractHeader:
-    """Says on every reply which numerics made it."""
-
-    def __init__(self, app, contract_hash: str):
-        self.app = app
-        self.header = (b"x-samebits-contract", contract_hash.encode())
-
-    async def __call__(self, scope, receive, send) -> None:
-        async def with_header(message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), self.header]}
-            await send(message)
-
-        await self.app(scope, receive, with_header)
 
 
 _STATUS: dict[int, tuple[type[Exception], ...]] = {

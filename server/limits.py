@@ -24,9 +24,13 @@ class Limits:
     logprobs: int
     values: int
 
+    def check_count(self, sequences: int) -> None:
+        """Check how many prompts, or samples of them, a call has."""
+        _check(sequences, self.sequences, "sequences (prompts x n)", "--max-waiting")
+
     def check_params(self, params: Sequence[SamplingParams]) -> None:
         """Check what is known before prompts are tokenised."""
-        _check(sum(p.n for p in params), self.sequences, "sequences (prompts x n)", "--max-waiting")
+        self.check_count(sum(p.n for p in params))
         most = max(max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params)
         _check(most, self.logprobs, "log-probs per token", "--max-logprobs")
         for p in params:

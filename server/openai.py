@@ -15,7 +15,20 @@ from pydantic import Field
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from .async_engine import GenerateRequest
 from .chat import ChatAnswers, Conversation
-from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, usage, version_spans
+from .protocol import (
+    STREAMING,
+    Body,
+    DataRoute,
+    Ids,
+    Items,
+    RequestId,
+    Sampling,
+    answer,
+    finite,
+    reply,
+    usage,
+    version_spans,
+)
 from .service import Served, Service
 
 router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
@@ -64,7 +77,7 @@ class _Common(Call, Sampling):
 class CompletionRequest(_Common):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Items[str] | Items[Ids]
     add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0)
 
@@ -72,13 +85,13 @@ class CompletionRequest(_Common):
 class ChatRequest(_Common):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
-    input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
+    messages: Items[dict[str, Any]]
+    input_ids: Ids | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = Field(default=None, description="For the chat template; see --tool-parser.")
+    tools: Items[dict[str, Any]] | None = Field(default=None, description="For the chat template; see --tool-parser.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -91,7 +104,7 @@ class TokenizeRequest(Body):
     """The body of `/tokenize`: a prompt or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     model: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -101,7 +114,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
-    tokens: list[int]
+    tokens: Ids
     model: str | None = None
 
 
@@ -263,6 +276,7 @@ async def completions(body: CompletionRequest, server: Served):
     prompts = [given] if given and isinstance(given[0], int) else given
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one prompt")
+    server.engine.limits.check_count(len(prompts))
     if not body.add_special_tokens:
         encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -69,8 +70,10 @@ class Server(uvicorn.Server):
     """Leaves signals to `serve`, which lets requests finish first."""
 
     def __init__(self, app: FastAPI):
-        config = uvicorn.Config(app, http=Connection, backlog=4096, proxy_headers=False, access_log=False,
-                                log_config=None, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5)  # fmt: skip
+        waits: Any = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": 5}
+        headers = [("x-samebits-contract", app.state.contract_hash)]  # every reply says which numerics made it
+        quiet: Any = {"proxy_headers": False, "access_log": False, "log_config": None}
+        config = uvicorn.Config(app, http=Connection, headers=headers, backlog=4096, **waits, **quiet)
         super().__init__(config)
 
     @contextlib.contextmanager
@@ -116,7 +119,7 @@ def serve(
     config, host = llm.config, listener.getsockname()[0]
     logger.info("%s in %s, KV cache %.1f GiB, replicas %d, stages %d, contract %s", model_name, config.dtype,
                 llm.kv_cache_bytes / 2**30, config.replicas, config.pipeline_parallel_size,
-                llm.contract.hash if llm.contract else "none")  # fmt: skip
+                app.state.contract_hash)  # fmt: skip
     logger.info("API key %s, admin key %s", *("none" if k is None else "set" for k in (guard.api_key, guard.admin_key)))
     if guard.api_key is None and not is_loopback(host):
         logger.warning("whoever reaches %s may generate: set an API key, or listen on 127.0.0.1 only", host)

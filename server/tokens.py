@@ -13,7 +13,7 @@ from pydantic import Field
 from ..engine import Completion, RequestOutput
 from .async_engine import GenerateRequest
 from .openai import Call, prompt_logprobs
-from .protocol import STREAMING, DataRoute, Sampling, answer, finite, usage, version_spans
+from .protocol import STREAMING, DataRoute, Ids, Sampling, answer, finite, usage, version_spans
 from .service import Served
 
 router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
@@ -31,7 +31,7 @@ class TokensSampling(Sampling):
 class TokensRequest(Call):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
-    token_ids: list[int]
+    token_ids: Ids
     sampling_params: TokensSampling = TokensSampling()
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None

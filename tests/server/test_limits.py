@@ -236,7 +236,12 @@ HEAVY = {
                                           "top_logprobs_num": 20, "logprob_start_len": 0,
                                           "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}),
     "a large body": ("/v1/completions", {"prompt": [7] * 5_000_000}),
-    "many prompts": ("/v1/completions", {"prompt": [[7] * 4000] * 1200}),
+    "many prompts": ("/v1/completions", {"prompt": [[7] * 4000] * 1150}),
+    "wrong items": ("/v1/completions", {"prompt": [None] * 1_000_000}),
+    "wrong items of items": ("/generate", {"input_ids": [[5, None]] * 300_000}),
+    "small prompts": ("/generate", {"input_ids": [[]] * 700_000}),
+    "small texts": ("/v1/completions", {"prompt": [""] * 700_000, "add_special_tokens": False}),
+    "wrong messages": ("/v1/chat/completions", {"messages": [None] * 1_000_000}),
     "a long name": ("/v1/completions", {"prompt": PROMPT, "temprature" * 10**6: 1}),
     "a long value": ("/v1/completions", {"prompt": PROMPT, "logit_bias": {str(i): i for i in range(500_000)}}),
 }  # fmt: skip
