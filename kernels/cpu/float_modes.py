@@ -7,9 +7,10 @@ import torch
 from ..backend import NumericsError
 from .jit import parallel
 
-DENORMAL = np.array([1 << 20], np.uint32).view(np.float32)[0]  # by its bits: a literal might be flushed, too
-_NUMBERS = np.array([DENORMAL, 0.5, 1.0, 1e-10], np.float32)  # operands that no compiler can fold
-FLUSHES, ROUNDS = 1, 2
+_DENORMAL = np.array([1 << 20], np.uint32).view(np.float32)[0]  # by its bits: a literal might be flushed, too
+_NUMBERS = np.array([_DENORMAL, 0.5, 1.0, 1e-10], np.float32)  # operands that no compiler can fold
+FLUSHES = 1
+ROUNDS_ELSEWHERE = 2
 
 
 @parallel
@@ -19,7 +20,7 @@ def _find_modes(numbers, found):
         if numbers[0] * numbers[1] == 0.0:
             found[i] |= FLUSHES
         if one + numbers[3] != one or one - numbers[3] != one:
-            found[i] |= ROUNDS
+            found[i] |= ROUNDS_ELSEWHERE
 
 
 def check_float_modes() -> None:
@@ -32,7 +33,7 @@ def check_float_modes() -> None:
             "denormal numbers are flushed to zero in this process (torch.set_flush_denormal, or a library that was "
             "compiled with -ffast-math); bits depend on it: unset it before threads start"
         )
-    if modes & ROUNDS:
+    if modes & ROUNDS_ELSEWHERE:
         raise NumericsError(
             "the rounding mode of this process is not to nearest (fesetround); bits depend on it: set FE_TONEAREST"
         )
