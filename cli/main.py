@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import statistics
 import sys
 from dataclasses import asdict, astuple
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from .options import ENGINE, SAMPLING, with_options
+from .. import __version__
+from .options import ENGINE, SAMPLING, SERVER, with_options
 from .train import train
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut names of options off
-    help="Rollouts whose log-probs are, bit for bit, the trainer's.",
 )
 console = Console()
 app.command()(train)
 
 NUMERICS = ENGINE.only("dtype", "device").with_defaults(device="cpu")
-ToolParser = Literal["auto", "off", "hermes", "llama3_json", "mistral", "mistral-args"]
-PauseKeep = Literal["stale", "recompute"]
 DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
 
 Settings = dict[str, Any]  # of one configuration, by field
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"samebits {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Rollouts whose log-probs are, bit for bit, the trainer's."""
 
 
 @app.command()
@@ -44,7 +61,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, used as it is; '-' reads standard input.")],
     as_json: AsJson = False,
 ) -> None:
-    """Complete a prompt and show each token's log-prob."""
+    """Complete a prompt, and show the mean of its tokens' log-probs; with --json, each of them."""
     from ..engine import LLM, SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -68,6 +85,7 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
 
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     llm = LLM(model, **engine)
+    llm.chat_prompt([{"role": "user", "content": "Hello"}])  # a model that can't chat says so now
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -92,24 +110,20 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
 
 
 @app.command()
-@with_options(engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # streams wait for no longer prompts than these
+@with_options(server=SERVER, engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # the longest step before a token
 def serve(
+    server: Settings,
     engine: Settings,
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Holds the key for all routes.")] = None,
     admin_key_file: Annotated[Path | None, typer.Option(help="Holds the key to control it.")] = None,
-    control_port: Annotated[int, typer.Option(help="Port of control without an admin key; 0: a free one.")] = 0,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get 503.")] = 1024,
-    max_logprobs: Annotated[int, typer.Option(min=0, max=1000, help="Most alternatives per token.")] = 20,
-    max_reply_logprobs: Annotated[int, typer.Option(min=1, help="Most log-probs of one reply.")] = 2**21,
-    transfer_timeout: Annotated[float, typer.Option(help="Seconds for each step of a weight transfer.")] = 300.0,
+    control_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of control without an admin key; 0: a free one.")
+    ] = 0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests to finish after SIGTERM.")] = 30.0,
-    tool_parser: Annotated[ToolParser, typer.Option(help="How chat answers write tool calls.")] = "auto",
-    kept_tokens: Annotated[int, typer.Option(min=0, help="Tokens of chat answers kept for next turns.")] = 2**22,
-    pause_keep: Annotated[PauseKeep, typer.Option(help="KV of requests that pauses keep across an update.")] = "stale",
 ) -> None:
     """Serve a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
 
@@ -122,19 +136,23 @@ def serve(
 
     from ..engine import LLM
     from ..server.auth import Guard, read_key
+    from ..server.options import ServerOptions
     from ..server.serve import serve as run
+    from ..server.serve import take_address
 
     guard = Guard(read_key(api_key_file, "SAMEBITS_API_KEY"), read_key(admin_key_file, "SAMEBITS_ADMIN_KEY"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ServerOptions(**server)  # checked before the model loads, as are the addresses
+    listener = take_address(host, port)
+    own = guard.admin_key is None and control_port != port
+    control = take_address("127.0.0.1", control_port) if own else None
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
         llm = loader.submit(LLM, model, **engine).result()
-    where = (served_model_name or model, host, port, guard, shutdown_timeout, control_port)
+    where = (served_model_name or model, listener, guard, shutdown_timeout, control)
     try:
-        run(llm, *where, max_waiting=max_waiting, max_logprobs=max_logprobs, max_reply_logprobs=max_reply_logprobs,
-            transfer_timeout=transfer_timeout, tool_parser=tool_parser,
-            kept_tokens=kept_tokens, pause_keep=pause_keep)  # fmt: skip
+        run(llm, *where, **server)
     finally:
         llm.close()
 
@@ -341,5 +359,18 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ImportError, MemoryError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}: {error}", highlight=False)
+        extra = _extra_with(error.name) if isinstance(error, ModuleNotFoundError) else None
+        hint = f"; pip install 'samebits[{extra}]'" if extra else ""
+        console = Console(stderr=True)
+        console.print(f"[red]error:[/red] {type(error).__name__}: {escape(str(error) + hint)}", highlight=False)
         sys.exit(2)
+
+
+def _extra_with(module: str | None) -> str | None:
+    """The extra of this package that installs a module."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("samebits") or ():
+            found = re.match(r"""([\w.-]+).*extra == ['"]([\w-]+)['"]""", line)
+            if found and found[1].replace("-", "_").lower() == (module or "").partition(".")[0].lower():
+                return found[2]
+    return None

@@ -132,6 +132,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": "--pp"})
+SERVER = Options.of("server/options.py", "ServerOptions", {})
 SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": "-n"})
 SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize")  # commands show what they show
 SAMPLING = SAMPLING.without("structured_outputs")  # grammars are for programs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,6 @@ def train(
     verifier: Annotated[str | None, typer.Option(help="Of a .jsonl task: exact or math-verify.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Server of the same model, to sample with.")] = None,
-    engine_key: Annotated[str | None, typer.Option(help="Its admin key.", envvar="SAMEBITS_ADMIN_KEY")] = None,
     sync_dir: Annotated[Path | None, typer.Option(help="Directory through which it gets weights.")] = None,
     supervise_until: Annotated[float | None, typer.Option(help="Share of right answers to begin with.")] = None,
     evaluate_every: Annotated[int, typer.Option(help="Steps between validations; 0 is never.")] = 20,
@@ -53,7 +53,8 @@ def train(
     problems, until the share --supervise-until of its answers is right, by default 0.2.
 
     --engine-url is a `samebits serve` that takes the place of an engine in this process. Weights go to it over a
-    process group, or through the directory --sync-dir.
+    process group, or through the directory --sync-dir. If it has an admin key, the environment variable
+    SAMEBITS_ADMIN_KEY holds it.
     """
     import torch
     import torch.distributed as dist
@@ -104,7 +105,8 @@ def train(
         from ..engine import LLM
         from ..integrations import Client, RemoteEngine
 
-        remote = RemoteEngine(Client(engine_url, key=engine_key), config.model, sync_dir)
+        client = Client(engine_url, key=os.environ.get("SAMEBITS_ADMIN_KEY"))
+        remote = RemoteEngine(client, config.model, sync_dir)
         llm = LLM(config.model, engine=remote)
     elif sync_dir is not None:
         raise ValueError("--sync-dir needs --engine-url")

@@ -131,8 +131,10 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
-        """The token ids that the model's chat template makes of a conversation."""
-        tokenizer = self.processor.need_tokenizer("chat")
+        """The token ids that the model's chat template makes of a conversation. ValueError where it has none."""
+        tokenizer = self.processor.need_tokenizer("chat messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{self.path} has no chat template; use `generate`, with a prompt that is the whole text")
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 

@@ -23,6 +23,7 @@ from ..kernels.contract import Contract
 from ..model.adapter import updated_state
 
 BUCKET_BYTES = 64 * 2**20
+CALL_SIZE = 2**21  # token ids or characters of a call's prompts, well below what a server reads at once
 FIRST_VERSION = "default"  # what a server calls the weights that it started with
 
 
@@ -98,17 +99,19 @@ class Client:
         return outputs
 
     def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
-        """The prompts that fit in a call together: by their samples, and by the log-probs that they may return."""
-        begin = sequences = values = 0
+        """The prompts that fit in a call together: by samples, by the log-probs that they may return, and by size."""
+        begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             length = self._room if isinstance(prompt, str) else len(prompt)
             tokens = p.n * min(p.max_tokens or self._room, self._room) + length * (p.prompt_logprobs is not None)
             more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
             sequences += p.n
             values += more
-            if i > begin and (sequences > self._limits["sequences"] or values > self._limits["values"]):
+            size += len(prompt)
+            limits = self._limits
+            if i > begin and (sequences > limits["sequences"] or values > limits["values"] or size > CALL_SIZE):
                 yield slice(begin, i)
-                begin, sequences, values = i, p.n, more
+                begin, sequences, values, size = i, p.n, more, len(prompt)
         if prompts:
             yield slice(begin, len(prompts))
 

@@ -24,6 +24,10 @@ from torch import Tensor
 from .layout import PagedLayout
 
 
+class NumericsError(RuntimeError):
+    """The promise can't be kept on this machine, or two sides made different promises."""
+
+
 class Scores(NamedTuple):
     """A token's log-prob and its distribution's statistics, f64 [R] each, in nats. argmax: the most likely token's id.
 

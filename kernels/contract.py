@@ -13,10 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from . import ops
-
-
-class NumericsError(RuntimeError):
-    """The promise can't be kept on this machine, or two sides made different promises."""
+from .backend import NumericsError as NumericsError
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,6 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:
 
     Takes well under a second for a small model. Raises NumericsError, with what to do about it.
     """
-    if not float(torch.tensor(1e-40, dtype=torch.float32) * 0.5):
-        raise NumericsError("denormal numbers are flushed to 0 (torch.set_flush_denormal); bits depend on it, unset it")
     generator = torch.Generator().manual_seed(0)
     device = weights[0].panels.device if isinstance(weights[0], ops.PackedWeight) else weights[0].device
     where = _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)

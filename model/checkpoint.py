@@ -119,13 +119,15 @@ def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathli
     if not directory.is_dir():
         raise CheckpointError(f"there is no directory {directory}")
     index = directory / "model.safetensors.index.json"
-    files = sorted(_indexed(index) if index.is_file() else directory.glob("*.safetensors"))
+    files = sorted(
+        _indexed(index) if index.is_file() else filter(pathlib.Path.is_file, directory.glob("*.safetensors"))
+    )
     if not files:
         raise CheckpointError(f"{directory} has no safetensors files")
     found: dict[str, tuple[tuple[int, ...], pathlib.Path]] = {}
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{file} is not there, or no file")
+            raise CheckpointError(f"{file} is named in {index.name} but does not exist")
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

@@ -95,7 +95,8 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         found = self.get_output_embeddings()(out.last_hidden_state[0, logprobs.index], logprobs)
         return found, load_balancing_loss(self, out.router_logits)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    eager = torch.compiler.disable(forward, reason="a compiler may fuse what has to be rounded")
+    return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})
 
 
 def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -136,16 +137,15 @@ def _rope_types(parameters: dict[str, Any]) -> set[str]:
 def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> None:
     """Raise NumericsError, naming the fields, where two configs differ in what may decide a bit.
 
-    Compared are the fields that the class of configs declares; others are of no model code.
+    Compares the fields that the class of configs declares: model code reads no others.
     """
     fields = (type(mine)().to_dict().keys() - NO_NUMERICS) | {"model_type", "quantization_config"}
     here = mine.to_dict()
     there = theirs.to_dict()
-    differences = [
-        f"{f} is {there.get(f)!r}, not {here.get(f)!r}" for f in sorted(fields) if here.get(f) != there.get(f)
-    ]
-    if differences:
-        raise NumericsError("its config.json asks for other numerics: " + "; ".join(differences))
+    other = [field for field in sorted(fields) if here.get(field) != there.get(field)]
+    if other:
+        texts = [f"{field} is {there.get(field)!r}, not {here.get(field)!r}" for field in other]
+        raise NumericsError("its config.json asks for other numerics: " + "; ".join(texts))
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:

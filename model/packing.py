@@ -8,11 +8,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..kernels import ops
+from ..kernels.contract import NumericsError
 from .attention import sequence_lengths
 from .paged import group_size
 
@@ -61,11 +62,24 @@ def packing(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     @functools.wraps(kind.forward)
     def forward(self, *args, **kwargs):
+        if "kv_caches" not in kwargs:  # a trainer's call
+            check_uncompiled(self)
         if kwargs.get("layout") is not None:
             return kind.forward(self, *args, **kwargs)
         return pack_forward(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    eager = torch.compiler.disable(forward, reason="a compiler may fuse what has to be rounded")
+    return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})
+
+
+def check_uncompiled(model: nn.Module) -> None:
+    """Raise NumericsError for a compiled module in a model: a compiler may fuse what has to be rounded.
+
+    A model that is compiled as a whole is run as it is, and passes.
+    """
+    for name, module in model.named_modules():
+        if name and (module._compiled_call_impl is not None or hasattr(module, "_orig_mod")):
+            raise NumericsError(f"module {name!r} was given to torch.compile; exact modules can't be compiled")
 
 
 def kept_tokens(attention_mask: Tensor | None, shape: torch.Size) -> Tensor:

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +24,7 @@ from .auth import Guard
 from .kept_ids import KeptIds
 from .limits import Limits
 from .metrics import Metrics
+from .options import ServerOptions
 from .protocol import problem, reply
 from .service import ModelNotFoundError, Served, Service
 from .states import ConflictError, UnavailableError
@@ -32,8 +32,7 @@ from .tools import tool_format
 from .updates import WeightUpdates
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
-MAX_BODY = 64 * 2**20  # bytes
-PauseKeep = Literal["stale", "recompute"]
+MAX_BODY = 16 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
 _ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
 _ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
 
@@ -47,6 +46,14 @@ async def page() -> Response:
     return FileResponse(PAGE, media_type="text/html")
 
 
+@open_router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The routes, from /openapi.json; works without the internet."""
+    return FileResponse(PAGE.with_name("docs.html"), media_type="text/html")
+
+
+@open_router.head("/health", include_in_schema=False)
+@open_router.head("/ready", include_in_schema=False)
 @open_router.get("/health")
 @open_router.get("/ready")
 async def health(server: Served) -> Response:
@@ -83,38 +90,21 @@ async def contract(server: Served) -> Response:
     return reply({"hash": found.hash, "contract": asdict(found)})
 
 
-def create_app(
-    llm: LLM,
-    model_name: str,
-    guard: Guard | None = None,
-    max_waiting: int = 1024,
-    max_logprobs: int = 20,
-    max_reply_logprobs: int = 2**21,
-    transfer_timeout: float = 300.0,
-    tool_parser: str = "auto",
-    kept_tokens: int = 2**22,
-    pause_keep: PauseKeep = "stale",
-) -> FastAPI:
-    """The application around an engine, which belongs to it from its start on.
-
-    max_waiting: sequences in the queue before new requests get 503. max_logprobs: most alternatives per token.
-    max_reply_logprobs: most log-probs that one reply may have, which bounds its memory. transfer_timeout: seconds, for
-    the rendezvous and each broadcast of a weight update. tool_parser: the convention by which tool calls are found in
-    chat answers: one of `tools.FORMATS`, "auto" (by the chat template) or "off". kept_tokens: of chat answers, kept for
-    their next turns; 0 is off. pause_keep: whether requests that a pause keeps across a weight update keep the old
-    weights' KV ("stale"), or have it computed anew ("recompute"), which keeps their log-probs exact.
-    """
+def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings) -> FastAPI:
+    """The application around an engine, which belongs to it from its start on. settings: see `ServerOptions`."""
+    options = ServerOptions(**settings)
     template = getattr(llm.tokenizer, "chat_template", None)
-    found_format = tool_format(tool_parser, template if isinstance(template, str) else None)
+    found_format = tool_format(options.tool_parser, template if isinstance(template, str) else None)
     guard = guard or Guard()
-    limits = Limits(llm.config.max_num_seqs * llm.config.replicas + max_waiting, max_logprobs, max_reply_logprobs)
+    room = llm.config.max_num_seqs * llm.config.replicas + options.max_waiting
+    limits = Limits(room, options.max_logprobs, options.max_reply_logprobs)
     found = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = AsyncEngine(llm, limits, found.observe_step)
-        updates = WeightUpdates(engine, transfer_timeout, pause_keep == "recompute")
-        kept = KeptIds(kept_tokens)
+        updates = WeightUpdates(engine, options.transfer_timeout, options.pause_keep == "recompute")
+        kept = KeptIds(options.kept_tokens)
         app.state.service = found.service = Service(engine, updates, model_name, kept, guard, found_format)
         engine.start()
         yield
@@ -126,6 +116,8 @@ def create_app(
         version=__version__,
         summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         max_body_size=MAX_BODY,
         responses={status: {"description": text} for status, text in _ERRORS.items()},
     )
@@ -135,26 +127,9 @@ def create_app(
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (sglang_control.control, control.control):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])
-    contract_hash = llm.contract.hash if llm.contract else "none"
-    app.add_middleware(_ContractHeader, contract_hash=contract_hash)
+    app.state.contract_hash = llm.contract.hash if llm.contract else "none"
     _add_error_replies(app)
     return app
-
-
-class _ContractHeader:
-    """Says on every reply which numerics made it."""
-
-    def __init__(self, app, contract_hash: str):
-        self.app = app
-        self.header = (b"x-samebits-contract", contract_hash.encode())
-
-    async def __call__(self, scope, receive, send) -> None:
-        async def with_header(message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), self.header]}
-            await send(message)
-
-        await self.app(scope, receive, with_header)
 
 
 _STATUS: dict[int, tuple[type[Exception], ...]] = {
@@ -172,6 +147,8 @@ def _add_error_replies(app: FastAPI) -> None:
     async def invalid(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        if "json" not in http.headers.get("content-type", ""):
+            found.append("send JSON, with the header 'Content-Type: application/json'")
         return problem(400, "; ".join(found))
 
     async def refused(http: Request, error: Exception) -> Response:

@@ -244,8 +244,7 @@ class AsyncEngine:
             del self.generations[generation.request_id]
         if not self.generations:
             self._idle.set()
-            if self.state.end_pausing():
-                self._close("wait")
+            self.state.note_idle()
 
     def _deliver_failure(self, error: BaseException) -> None:
         for generation in list(self.generations.values()):
@@ -277,28 +276,25 @@ class AsyncEngine:
         "wait" waits for can't end.
         """
         if mode == "wait" and self.generations:
-            over = self.state.begin_pausing()
-            self.state.refuses = refuse
-            await over.wait()
+            await self.state.begin_pausing(refuse).wait()
         else:
-            self.state.refuses = refuse
-            self._close(mode)
+            self.state.pause(mode, refuse)
             if mode == "abort":
                 await self.abort()
-            elif mode == "retract":
-                await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
-        await self.call(lambda llm: None)  # the replicas know
+        await self._tell_replicas()
+        if mode == "retract":
+            await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
         if not self.state.paused.is_set() or (mode == "wait" and self.generations):
             raise ConflictError(f"the pause ({mode}) was ended by another call; the server is {self.state.name}")
-
-    def _close(self, mode: str) -> None:
-        self.state.pause(mode)
-        self.call(lambda llm: llm.engine.pause(True))
 
     async def resume(self) -> None:
         """Take and run requests again after a pause."""
         self.state.resume()
-        await self.call(lambda llm: llm.engine.pause(False))
+        await self._tell_replicas()
+
+    async def _tell_replicas(self) -> None:
+        """Have those that step by themselves stop or go on, as it is when the call reaches them."""
+        await self.call(lambda llm: llm.engine.pause(self.state.paused.is_set()))
 
     async def release_memory(self, tags: Sequence[str]) -> int:
         """Free what the tags name; return the bytes freed. Requests stay."""

@@ -65,7 +65,7 @@ def _unauthorized(message: str) -> HTTPException:
 
 def _is_local(request: Request) -> bool:
     headers = request.headers
-    if request.client is None or not _is_loopback(request.client.host):
+    if request.client is None or not is_loopback(request.client.host):
         return False
     if "forwarded" in headers or "x-forwarded-for" in headers or "via" in headers or "x-real-ip" in headers:
         return False
@@ -73,10 +73,11 @@ def _is_local(request: Request) -> bool:
         return False
     host = urlsplit(f"//{headers.get('host', '')}")
     origin = urlsplit(headers.get("origin", f"//{host.netloc}"))
-    return _is_loopback(host.hostname or "") and origin.netloc == host.netloc  # no name that DNS could turn to us
+    return is_loopback(host.hostname or "") and origin.netloc == host.netloc  # no name that DNS could turn to us
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -116,8 +116,7 @@ async def init_weight_transfer_engine(body: InitTransferBody, server: Served):
     vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
     """
     info = body.init_info
-    extra = info.model_extra or {}
-    if "backend" not in info.model_fields_set or extra.get("nccl_unique_id_b64") or extra.get("packed"):
+    if "backend" not in info.model_fields_set:
         raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
     return await init_weights_update_group(info, server)
 

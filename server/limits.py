@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from ..engine import SamplingParams
 from ..engine.request import Request
 
+MAX_STOPS = 64  # stop strings
+MAX_STOPPING = 1024  # characters of all of them, stop tokens
+
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a call may ask for; ValueError, with the option that raises a limit, for more.
+    """The most that a call may ask for; more is a ValueError with the option that raises the limit.
 
     sequences: prompts x n that may run and wait. logprobs: alternatives per token. values: log-probs of a reply, with
     those of alternatives.
@@ -21,30 +24,33 @@ class Limits:
     logprobs: int
     values: int
 
+    def check_count(self, sequences: int) -> None:
+        """Check how many prompts, or samples of them, a call has."""
+        _check(sequences, self.sequences, "sequences (prompts x n)", "--max-waiting")
+
     def check_params(self, params: Sequence[SamplingParams]) -> None:
         """Check what is known before prompts are tokenised."""
-        count = sum(p.n for p in params)
-        if count > self.sequences:
-            raise ValueError(
-                f"{count} sequences (prompts x n) never fit: this server holds {self.sequences} at a time; send fewer "
-                f"in a call, or start it with --max-waiting {count}"
-            )
+        self.check_count(sum(p.n for p in params))
         most = max(max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params)
-        if most > self.logprobs:
-            raise ValueError(
-                f"{most} log-probs per token are more than this server's {self.logprobs}; "
-                f"start it with --max-logprobs {most}"
-            )
+        _check(most, self.logprobs, "log-probs per token", "--max-logprobs")
+        for p in params:
+            if len(p.stop) > MAX_STOPS or len("".join(p.stop)) > MAX_STOPPING or len(p.stop_token_ids) > MAX_STOPPING:
+                raise ValueError(
+                    f"each token is compared with all stops: at most {MAX_STOPS} stop strings of {MAX_STOPPING} "
+                    f"characters together, and {MAX_STOPPING} stop_token_ids"
+                )
 
     def check_reply(self, requests: Sequence[Request]) -> None:
         """Check the reply's size, now that the prompts' lengths are known."""
-        values = sum(map(reply_values, requests))
-        if values > self.values:
-            raise ValueError(
-                f"this call may return {values} log-probs (n x max_tokens x (1 + logprobs), and the prompt's if asked "
-                f"for), more than this server's {self.values}; ask for less, or start it with --max-reply-logprobs "
-                f"{values}"
-            )
+        what = "log-probs of a reply (n x max_tokens x (1 + logprobs), and the prompt's where they are asked for)"
+        _check(sum(map(reply_values, requests)), self.values, what, "--max-reply-logprobs")
+
+
+def _check(asked: int, limit: int, what: str, option: str) -> None:
+    if asked > limit:
+        raise ValueError(
+            f"{asked} {what} are more than the {limit} of this server: ask for less, or start it with {option} {asked}"
+        )
 
 
 def reply_values(request: Request) -> int:

@@ -16,7 +16,20 @@ from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutput
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
 from .chat import ChatAnswers, Conversation
-from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, usage, version_spans
+from .protocol import (
+    STREAMING,
+    Body,
+    DataRoute,
+    Ids,
+    Items,
+    RequestId,
+    Sampling,
+    answer,
+    finite,
+    reply,
+    usage,
+    version_spans,
+)
 from .service import Served, Service
 
 router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
@@ -46,12 +59,12 @@ class _Common(Call, Sampling):
     return_weight_versions: bool | None = False
     response_format: dict[str, Any] | None = Field(default=None, description="text, json_object or json_schema.")
 
-    def structure(self) -> StructuredOutputsParams | None:
+    def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that response_format or structured_outputs asks for."""
         given = self.response_format or {}
         kind = given.get("type", "text")
         if kind == "text":
-            return super().structure()
+            return super().structure(**own)
         if self.structured_outputs:
             raise ValueError("give either response_format or structured_outputs")
         if kind == "json_object":
@@ -65,7 +78,7 @@ class _Common(Call, Sampling):
 class CompletionRequest(_Common):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Items[str] | Items[Ids]
     add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0)
 
@@ -73,13 +86,13 @@ class CompletionRequest(_Common):
 class ChatRequest(_Common):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
-    input_ids: list[int] | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
+    messages: Items[dict[str, Any]]
+    input_ids: Ids | None = Field(default=None, description="SGLang's: instead of the chat template's tokens.")
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = Field(default=None, description="For the chat template; see --tool-parser.")
+    tools: Items[dict[str, Any]] | None = Field(default=None, description="For the chat template; see --tool-parser.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -92,7 +105,7 @@ class TokenizeRequest(Body):
     """The body of `/tokenize`: a prompt or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     model: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -102,7 +115,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
-    tokens: list[int]
+    tokens: Ids
     model: str | None = None
 
 
@@ -266,6 +279,7 @@ async def completions(body: CompletionRequest, server: Served):
     prompts = [given] if given and isinstance(given[0], int) else given
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one prompt")
+    server.engine.limits.check_count(len(prompts))
     if not body.add_special_tokens:
         encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]

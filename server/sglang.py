@@ -16,7 +16,7 @@ from pydantic import Field
 from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
 from ..engine.expert_wire import int32_text
 from .async_engine import GenerateRequest
-from .protocol import STREAMING, Body, DataRoute, RequestId, Sampling, answer, finite, reply, version_spans
+from .protocol import STREAMING, Body, DataRoute, Ids, Items, RequestId, Sampling, answer, finite, reply, version_spans
 from .service import Served, Service
 
 router = APIRouter(route_class=DataRoute, tags=["SGLang"])
@@ -35,29 +35,27 @@ class SGLangSampling(Sampling):
     regex: str | None = None
     ebnf: str | None = None
 
-    def structure(self) -> StructuredOutputsParams | None:
+    def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that is asked for, by SGLang's names or vLLM's."""
-        own = {"json": self.json_schema, "regex": self.regex, "grammar": self.ebnf}
-        given = {name: value for name, value in (own | (self.structured_outputs or {})).items() if value}
-        return StructuredOutputsParams(**given) if given else None
+        return super().structure(json=self.json_schema, regex=self.regex, grammar=self.ebnf, **own)
 
 
 class GenerateBody(Body):
     """The body of `/generate`."""
 
     model: str | None = None
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: SGLangSampling | list[SGLangSampling] | None = None
-    return_logprob: bool | list[bool] | None = False
-    logprob_start_len: int | list[int] | None = -1
-    top_logprobs_num: int | list[int] | None = 0
+    text: str | Items[str] | None = None
+    input_ids: Ids | Items[Ids] | None = None
+    sampling_params: SGLangSampling | Items[SGLangSampling] | None = None
+    return_logprob: bool | Items[bool] | None = False
+    logprob_start_len: int | Ids | None = -1
+    top_logprobs_num: int | Ids | None = 0
     return_text_in_logprobs: bool | None = False
     return_prompt_token_ids: bool | None = False
     return_routed_experts: bool | list[bool] | None = False
     routed_experts_start_len: int | list[int] | None = None
     stream: bool | None = False
-    rid: RequestId | list[RequestId] | None = None
+    rid: RequestId | Items[RequestId] | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     extra_key: str | None = Field(default=None, min_length=1, description="Another name of cache_salt.")
 
@@ -209,6 +207,7 @@ async def generate(body: GenerateBody, server: Served):
     """Generate from text or token ids, one prompt or a batch."""
     server.check_model(body.model)
     prompts, batch = body.prompts()
+    server.engine.limits.check_count(len(prompts))
     rids, rid = body.rids(len(prompts), batch)
     columns = (
         "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_routed_experts",

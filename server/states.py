@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Literal
 
 from ..engine import LLM, WeightUpdate
-
-StateName = Literal["serving", "pausing", "paused", "updating", "asleep", "stopping"]
 
 
 class ConflictError(RuntimeError):
@@ -56,8 +53,8 @@ class ServerState:
         self._waiting: asyncio.Event | None = None  # set when the pauses that wait are over
 
     @property
-    def name(self) -> StateName:
-        """The topmost state."""
+    def name(self) -> str:
+        """The topmost state: serving, pausing, paused, updating, asleep or stopping."""
         if self.stopping:
             return "stopping"
         if not (self.llm.has_weights and self.llm.has_kv_cache):
@@ -79,26 +76,32 @@ class ServerState:
 
     # --- transitions ------------------------------------------------------------------------------------------------
 
-    def begin_pausing(self) -> asyncio.Event:
+    def begin_pausing(self, refuses: bool) -> asyncio.Event:
         """Begin a pause that waits for running requests; return what is set when it is over, in either way."""
         if self.paused.is_set() or not self.llm.ready:
             raise ConflictError(f"the server is {self.name}: its requests can't end; resume it, or pause with abort")
+        self.refuses = refuses
         self._waiting = self._waiting or asyncio.Event()
         return self._waiting
 
-    def end_pausing(self) -> bool:
-        """End the pauses that wait. Return True if there were any."""
-        waiting = self._waiting
-        self._waiting = None
-        if waiting is not None:
-            waiting.set()
-        return waiting is not None
+    def note_idle(self) -> None:
+        """Put the pauses in force that wait for the last request."""
+        if self._waiting is not None:
+            self.pause("wait", self.refuses)
 
-    def pause(self, mode: str) -> None:
+    def end_pausing(self) -> None:
+        """End the pauses that wait, and what they refuse."""
+        if self._waiting is not None:
+            self._waiting.set()
+            self._waiting = None
+            self.refuses = False
+
+    def pause(self, mode: str, refuses: bool) -> None:
         """Pause now."""
         self.end_pausing()
         self.paused.set()
         self.pause_mode = mode
+        self.refuses = refuses
 
     def resume(self) -> None:
         """End all pauses."""

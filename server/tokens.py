@@ -14,7 +14,7 @@ from ..engine import Completion, RequestOutput
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
 from .openai import Call, prompt_logprobs
-from .protocol import STREAMING, DataRoute, Sampling, answer, finite, usage, version_spans
+from .protocol import STREAMING, DataRoute, Ids, Sampling, answer, finite, usage, version_spans
 from .service import Served
 
 router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
@@ -32,7 +32,7 @@ class TokensSampling(Sampling):
 class TokensRequest(Call):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
-    token_ids: list[int]
+    token_ids: Ids
     sampling_params: TokensSampling = TokensSampling()
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None

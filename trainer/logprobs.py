@@ -20,6 +20,7 @@ from ..model.paged import group_size
 from ..model.routing import KEYWORD, RoutedExperts
 
 
+@torch.compiler.disable  # compiled, the code around the model gave other numbers
 def token_logprobs(
     model: PreTrainedModel,
     sequences: Tensor | Sequence[Sequence[int] | Tensor],

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from numba import float32, int32, prange
 
+from .float_modes import check_float_modes
 from .jit import elementwise, inline, own_storage, storage
 from .simd import bits_float, float_bits, fma, narrow, widen
 
@@ -236,7 +237,11 @@ def gated_activation_backward(
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
+    """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions [T] * inv_freq [F], evaluated in fp64.
+
+    Every forward calls this once, on both sides: here it is that the arithmetic's modes are looked at.
+    """
+    check_float_modes()
     shape = positions.numel(), 2 * inv_freq.numel()
     cos, sin = inv_freq.new_empty(shape), inv_freq.new_empty(shape)
     _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())

@@ -72,6 +72,14 @@ def elementwise(function):
     return _kernel(function, 1 << 16)
 
 
+def _set_numba_threads(count):
+    try:
+        numba.set_num_threads(count)  # the first call starts them
+    except ValueError as error:
+        layer = numba.config.THREADING_LAYER
+        raise RuntimeError(f"numba's threads don't start with NUMBA_THREADING_LAYER={layer}: {error}") from error
+
+
 def _kernel(function, serial_below):
     with _cache_folder():
         compiled = numba.njit(cache=True, parallel=True, error_model="numpy", nogil=True)(function)
@@ -83,7 +91,7 @@ def _kernel(function, serial_below):
         with _pool:
             if getattr(_thread, "count", None) != threads:  # numba keeps the count per thread
                 wanted = torch.get_num_threads()
-                numba.set_num_threads(threads)
+                _set_numba_threads(threads)
                 torch.set_num_threads(wanted)  # numba's first call sets OpenMP's count, which is torch's, too
                 _thread.count = threads
             return compiled(*args)

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -12,9 +14,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from samebits import __version__
+from samebits.cli import main
 from samebits.cli.main import app
 from samebits.engine import EngineConfig
+from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
+
+from helpers.serving import add_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -94,7 +101,6 @@ finally:
 
 
 def command_parameters(name):
-
     from samebits.cli.main import app
 
     return {p.name: p for p in typer.main.get_command(app).commands[name].params}
@@ -104,6 +110,7 @@ def command_parameters(name):
     ("command", "config", "own"),
     [
         ("serve", EngineConfig, {"max_num_batched_tokens": 256}),
+        ("serve", ServerOptions, {}),
         ("generate", EngineConfig, {}),
         ("rollout", EngineConfig, {}),
         ("bench", EngineConfig, {"exact": ..., "kv_cache_memory_bytes": 2**30, "skip_tokenizer_init": True}),
@@ -244,13 +251,52 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatc
         assert "torch sees no NVIDIA GPU" in done.stderr.replace("\n", " ")
 
 
+def test_it_tells_its_version():
+    done = samebits("--version")
+    assert (done.returncode, done.stdout) == (0, f"samebits {__version__}\n")
+
+
+def test_chat_without_a_template_says_so_before_it_asks(checkpoint, tmp_path):
+    model = shutil.copytree(checkpoint(), tmp_path / "model")
+    for wanted in ("chat messages need a tokenizer", "has no chat template"):
+        done = samebits("chat", model, input="hello\n")
+        assert done.returncode == 2 and wanted in done.stderr.replace("\n", " "), done.stderr
+        assert "you>" not in done.stdout
+        add_tokenizer(model)
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("module", "extra"), [("fastapi", "server"), ("uvicorn", "server"), ("torch", None)])
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch, capsys, module, extra):
+    def fail():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(SystemExit):
+        main.main()
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"No module named '{module}'" in message
+    assert f"pip install 'samebits[{extra}]'" in message if extra else "pip" not in message
+
+
+def test_a_port_in_use_is_told_before_the_model_loads():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = samebits("serve", "no-such-model", "--port", taken.getsockname()[1])
+    assert done.returncode == 2 and "choose another --host or --port" in " ".join(done.stderr.split()), done.stderr
+    assert samebits("serve", "no-such-model", "--port", 80000).returncode == 2
+    done = samebits("serve", "no-such-model", "--port", 0, "--max-waiting", -5)
+    assert done.returncode == 2 and "max_waiting must be at least 0" in done.stderr
+
+
 def test_options_of_a_config_reach_it(monkeypatch):
     seen = {}
     monkeypatch.setattr("samebits.engine.llm.LLM.__init__", lambda self, model, **settings: seen.update(settings))
     monkeypatch.setattr("samebits.server.serve.serve", lambda *args, **options: None)
     monkeypatch.setattr("samebits.engine.llm.LLM.close", lambda self: None)
     options = ["--pp", "2", "--stage-layers", "17,13", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5"]
-    done = CliRunner().invoke(app, ["serve", "somewhere", *options, "--max-num-seqs", "7"])
+    done = CliRunner().invoke(app, ["serve", "somewhere", "--port", "0", *options, "--max-num-seqs", "7"])
     assert done.exit_code == 0, done.output
     config = EngineConfig(**seen)
     assert (config.pipeline_parallel_size, config.stage_layers) == (2, (17, 13))

@@ -9,12 +9,12 @@ import socket
 import threading
 
 import httpx
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from samebits import LLM
 from samebits.server import create_app
+from samebits.server.serve import Server, take_address
 
 from helpers.waiting import in_background as in_background
 from helpers.waiting import wait_for as wait_for
@@ -60,14 +60,12 @@ class Serving:
         settings = {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 16} | (llm or {})
         self.llm = LLM(path, **settings)
         self.app = create_app(self.llm, "tiny", **options)
-        self.port = free_port()
-        config = uvicorn.Config(self.app, "127.0.0.1", self.port, log_config=None, timeout_keep_alive=75)
-        self.server = uvicorn.Server(config)
-        self.control_port = self.port
-        listeners = None
+        self.server = Server(self.app)
+        listeners = [take_address("127.0.0.1", 0)]
         if control:  # as `serve` does without an admin key
-            listeners = [socket.create_server(("127.0.0.1", port)) for port in (self.port, 0)]
-            self.control_port = options["guard"].control_port = listeners[1].getsockname()[1]
+            listeners.append(take_address("127.0.0.1", 0))
+            options["guard"].control_port = listeners[1].getsockname()[1]
+        self.port, self.control_port = listeners[0].getsockname()[1], listeners[-1].getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, args=(listeners,), daemon=True)
         self.url = f"http://127.0.0.1:{self.port}"
 

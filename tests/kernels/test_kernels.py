@@ -1,5 +1,6 @@
 """Each op: row-stable as bits under every schedule, and close to fp64 within a stated budget."""
 
+import ctypes
 import hashlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from samebits.kernels.cpu.simd import CHAIN
 
 SHAPES = [(576, 576), (172, 100), (100, 172), (49, 20), (1001, 100), (20, 100), (49, 1100)]
 EPS = 2.0**-24  # half an ulp of 1.0
+DIRECTED = (0x400, 0x800, 0xC00)  # x86's FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO
 
 
 def wide(*shape, seed=0):
@@ -424,10 +426,17 @@ def test_a_second_derivative_is_refused_and_not_wrong():
         grad.sum().backward()
 
 
-def test_flushed_denormals_are_refused():
-    torch.set_flush_denormal(True)
-    try:
-        with pytest.raises(contract.NumericsError, match="set_flush_denormal"):
-            contract.probe([torch.randn(33, 20)])
-    finally:
-        torch.set_flush_denormal(False)
+def test_flushed_denormals_and_other_rounding_are_refused():
+    libm = ctypes.CDLL("libm.so.6")
+    frequencies = torch.ones(4)
+    for change, restore, message in [
+        (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False), "set_flush_denormal"),
+        *((lambda mode=mode: libm.fesetround(mode), lambda: libm.fesetround(0), "fesetround") for mode in DIRECTED),
+    ]:
+        change()
+        try:
+            with pytest.raises(contract.NumericsError, match=message):
+                ops.rotary_tables(torch.arange(3), frequencies, 1.0)
+        finally:
+            restore()
+    ops.rotary_tables(torch.arange(3), frequencies, 1.0)

@@ -118,12 +118,9 @@ def test_a_length_of_a_header_is_not_believed(checkpoint, tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
-def test_a_directory_that_is_none_and_a_file_that_is_none_are_told_apart(checkpoint, tmp_path):
+def test_a_directory_that_is_none_and_one_without_files_are_told_apart(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="there is no directory"):
         manifest(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "model.safetensors")  # nothing waits for what nobody writes
     with pytest.raises(CheckpointError, match="has no safetensors files"):
-        manifest(tmp_path / "empty")
-    os.mkfifo(tmp_path / "empty" / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is not there, or no file"):
-        manifest(tmp_path / "empty")
+        manifest(tmp_path)

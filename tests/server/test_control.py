@@ -136,16 +136,21 @@ def test_a_pause_that_waits_is_in_force_when_the_last_request_ends(server):
     assert server.post("/inference/v1/generate", SHORT).status_code == 503
 
 
-@pytest.mark.parametrize("stopped", ["/pause?mode=keep", "/release_memory_occupation"])
-def test_a_pause_never_waits_for_requests_that_cannot_end(server, stopped):
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [("/pause?mode=keep", "/resume"), ("/release_memory_occupation", "/resume_memory_occupation")],
+)
+def test_a_pause_never_waits_for_requests_that_cannot_end(server, stop, go_on):
     with generating(server):
         with in_background(server.post, "/pause?mode=wait") as paused:
             wait_for(lambda: state(server) == "pausing")
-            server.post(stopped)
+            server.post(stop)
         assert paused[0].status_code == 409
         refused = server.post("/pause?mode=wait", timeout=5)
         assert refused.status_code == 409 and "can't end" in refused.text
-        server.ok("/wake_up")
+        server.post(go_on)
+        assert state(server) == "serving"
+        server.ok("/inference/v1/generate", SHORT)
 
 
 def test_a_server_that_sleeps_says_so_and_lives(server):

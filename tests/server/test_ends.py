@@ -1,17 +1,21 @@
 """How the server ends, and what its processes do when others die: as processes, under signals and behind a proxy."""
 
 import contextlib
+import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from samebits.engine.weights import WeightGroup
 
-from helpers.processes import command_line
+from helpers.processes import command_line, started
 from helpers.serving import free_port, in_background, served_checkpoint, wait_for
-
-PROMPT = [17, 900, 3, 44]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +58,80 @@ def test_sigterm_in_a_rendezvous_and_in_a_transfer_exits_0(path):
                 assert process.wait(40) == 0, (step, process.stdout.read())
             if step == "transfer":
                 group.close()
+
+
+# --- behind a proxy ---------------------------------------------------------------------------------------------------
+
+NGINX = """
+daemon off; pid {folder}/pid; error_log stderr; worker_processes 1; events {{}}
+http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
+        uwsgi_temp_path {folder}; scgi_temp_path {folder};
+        server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {url}; proxy_buffering off; }} }} }}
+"""
+
+
+def nginx(folder, port, url) -> list[str]:
+    if shutil.which("nginx") is None:
+        pytest.skip("needs nginx")
+    folder.chmod(0o777)
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port, url=url))
+    return ["nginx", "-c", str(folder / "nginx.conf")]
+
+
+def router(module: str, port: int, url: str) -> list[str]:
+    pytest.importorskip(module)
+    command = [sys.executable, "-m", f"{module}.launch_router", "--port", str(port), "--worker-urls", url]
+    return [*command, "--prometheus-port", str(free_port())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proxy", ["nginx", "vllm_router", "sglang_router"])
+def test_no_control_route_is_open_through_a_proxy(path, proxy, tmp_path):
+    control = free_port()
+    with command_line(path, "--control-port", str(control), "--served-model-name", "tiny") as (_, url):
+        port = free_port()
+        command = nginx(tmp_path, port, url) if proxy == "nginx" else router(proxy, port, url)
+        routes = httpx.get(f"{url}/openapi.json").json()["paths"]
+        free = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate", "/tokenize",
+                "/detokenize"}  # fmt: skip
+        posts = {route for route, methods in routes.items() if "post" in methods} - free
+        assert {"/pause", "/update_weights_from_disk", "/sleep", "/update_weight_version"} < posts
+        with started(command, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            wait_for(lambda: http.post("/v1/completions", json={"prompt": "x", "model": "tiny"}).status_code == 200)
+            body = {"new_version": "pwned", "model_path": str(path), "mode": "abort", "abort_all": True}
+            for route in posts:
+                reply = http.post(route, json=body)
+                refused = reply.status_code in (403, 404, 405)
+                assert refused or (route == "/flush_cache" and "403" in reply.text), (route, reply.text)
+        assert httpx.get(f"{url}/weight_version").json() == {"weight_version": "default"}
+        assert httpx.get(f"{url}/is_paused").json() == {"is_paused": False, "state": "serving"}
+        assert httpx.post(f"http://127.0.0.1:{control}/pause").json() == {"status": "paused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("proxy", "status"), [("nginx", 200), ("vllm_router", 401)])
+def test_an_admin_key_controls_through_nginx_and_vllms_router_drops_it(path, proxy, status, tmp_path):
+    (tmp_path / "admin").write_text("secret")
+    with command_line(path, "--admin-key-file", str(tmp_path / "admin"), "--served-model-name", "tiny") as (_, url):
+        port = free_port()
+        command = nginx(tmp_path, port, url) if proxy == "nginx" else router(proxy, port, url)
+        with started(command, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            wait_for(lambda: http.post("/v1/completions", json={"prompt": "x", "model": "tiny"}).status_code == 200)
+            assert http.post("/pause").status_code == 401
+            assert http.post("/pause", headers={"authorization": "Bearer secret"}).status_code == status
+        assert httpx.get(f"{url}/is_paused").json()["is_paused"] is (status == 200)
+
+
+@pytest.mark.slow
+def test_keys_come_from_files_and_empty_ones_are_refused_before_the_model_loads(path, tmp_path):
+    (tmp_path / "admin").write_text("secret\n")
+    with command_line(path, "--admin-key-file", str(tmp_path / "admin")) as (process, url):
+        assert "secret" not in " ".join(psutil.Process(process.pid).cmdline())
+        assert httpx.post(f"{url}/pause").status_code == 401
+        header = {"authorization": "Bearer secret"}
+        assert httpx.post(f"{url}/pause", headers=header | {"x-forwarded-for": "10.0.0.1"}).status_code == 200
+    command = [Path(sys.executable).with_name("samebits"), "serve", "nowhere"]
+    for variable in ("SAMEBITS_API_KEY", "SAMEBITS_ADMIN_KEY"):
+        environment = os.environ | {variable: ""}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "a key is empty" in done.stderr

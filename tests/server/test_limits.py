@@ -1,15 +1,20 @@
 """One request stops nobody: its size is bounded before it runs, and its reply is made beside the event loop."""
 
+import gc
 import itertools
 import json
 import socket
+import sys
 import threading
+import time
 
 import httpx
+import psutil
 import pytest
 import torch
 
 from samebits.server import protocol, tokenization
+from samebits.server.serve import SWITCH_INTERVAL
 
 from helpers.serving import Serving, in_background, served_checkpoint, wait_for
 
@@ -67,6 +72,9 @@ TOO_MUCH = {
         {"input_ids": PROMPT, "sampling_params": {"n": 300, "max_new_tokens": None}},
         f"--max-reply-logprobs {300 * 8188}",
     ),
+    "stop strings": ("/v1/completions", {"prompt": PROMPT, "stop": ["x"] * 65}, "at most 64 stop strings"),
+    "long stop strings": ("/v1/completions", {"prompt": PROMPT, "stop": ["x" * 1000, "y" * 25]}, "1024 characters"),
+    "stop tokens": ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [5] * 1025}, "1024 stop_token_ids"),
     "sequences": ("/v1/completions", {"prompt": [[5]] * 131, "n": 8}, "--max-waiting 1048"),
 }
 
@@ -216,6 +224,99 @@ def test_a_cumulative_stream_grows_with_the_sample_not_with_its_square(server):
     plain = events(server.post("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {
         "max_new_tokens": 800, "ignore_eos": True}}).text)  # fmt: skip
     assert len(plain) == 800, "a stream without log-probs has an event per token"
+
+
+# --- others wait for nobody's reply -----------------------------------------------------------------------------------
+
+HEAVY = {
+    "a prompt's log-probs": ("/v1/completions", {"prompt": [7] * 6000, "prompt_logprobs": 20, "max_tokens": 1, "n": 8}),
+    "alternatives": ("/v1/chat/completions", {"messages": [], "input_ids": PROMPT, "logprobs": True,
+                                              "top_logprobs": 20, "max_tokens": 400, "n": 12, "ignore_eos": True}),
+    "a cumulative stream": ("/generate", {"input_ids": PROMPT, "stream": True, "return_logprob": True,
+                                          "top_logprobs_num": 20, "logprob_start_len": 0,
+                                          "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}),
+    "a large body": ("/v1/completions", {"prompt": [7] * 5_000_000}),
+    "many prompts": ("/v1/completions", {"prompt": [[7] * 4000] * 1150}),
+    "wrong items": ("/v1/completions", {"prompt": [None] * 1_000_000}),
+    "wrong items of items": ("/generate", {"input_ids": [[5, None]] * 300_000}),
+    "small prompts": ("/generate", {"input_ids": [[]] * 700_000}),
+    "small texts": ("/v1/completions", {"prompt": [""] * 700_000, "add_special_tokens": False}),
+    "wrong messages": ("/v1/chat/completions", {"messages": [None] * 1_000_000}),
+    "a long name": ("/v1/completions", {"prompt": PROMPT, "temprature" * 10**6: 1}),
+    "a long value": ("/v1/completions", {"prompt": PROMPT, "logit_bias": {str(i): i for i in range(500_000)}}),
+}  # fmt: skip
+
+
+def longest_waits(server, request) -> tuple[dict[str, float], list]:
+    """Seconds that other clients waited at most, by route, while a request is served; and its results."""
+    short = {"prompt": PROMPT, "max_tokens": 1}
+    waits = {"/health": [0.0], "/v1/completions": [0.0]}
+    with in_background(request) as results, httpx.Client(base_url=server.url, timeout=60) as http:
+        while not results:
+            for route, seen in waits.items():
+                begin = time.perf_counter()
+                reply = http.get(route) if route == "/health" else http.post(route, json=short)
+                seen.append(time.perf_counter() - begin)
+                assert reply.status_code == 200
+    return {route: max(seen) for route, seen in waits.items()}, results
+
+
+@pytest.mark.parametrize("case", HEAVY)
+def test_while_any_one_request_is_served_others_wait_less_than_a_second(server, monkeypatch, case):
+    route, body = HEAVY[case]
+    content = json.dumps(body).encode()
+    sizes, slices = [], []
+
+    def request():
+        headers = {"content-type": "application/json"}
+        with httpx.stream("POST", server.url + route, content=content, headers=headers, timeout=300) as reply:
+            sizes.append(sum(map(len, reply.iter_raw())))
+            return reply.status_code
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)  # as `serve` does
+    make = protocol._part
+
+    def timed(content, seconds):
+        begin = time.thread_time()
+        part = make(content, seconds)
+        if seconds < 1:  # on the event loop
+            slices.append(time.thread_time() - begin)
+        return part
+
+    monkeypatch.setattr(protocol, "_part", timed)
+    try:
+        waits, (status,) = longest_waits(server, request)
+    finally:
+        sys.setswitchinterval(before)
+    assert status == (200 if case in ("a prompt's log-probs", "alternatives", "a cumulative stream") else 400)
+    assert status == 400 or sizes[0] > 2**20, "too small a reply to prove anything"
+    assert waits["/health"] < 1, waits
+    if case != "a prompt's log-probs":  # the one before it in the queue: its tokens are computed first
+        assert waits["/v1/completions"] < 1, waits
+    assert max(slices, default=0) < 0.05, "the event loop made too much of a reply"
+
+
+def test_a_reply_holds_no_more_memory_than_its_values(server):
+    """2**18 values: their objects in the engine, and pieces of 64 KB; the JSON is never in memory whole."""
+    process = psutil.Process()
+    body = {"messages": [], "input_ids": PROMPT, "logprobs": True, "top_logprobs": 20, "n": 24, "max_tokens": 520,
+            "ignore_eos": True}  # fmt: skip
+    values = 24 * 520 * 21
+    sizes, most = [], []
+
+    def request():
+        with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=300) as reply:
+            sizes.append(sum(map(len, reply.iter_raw())))
+
+    gc.collect()
+    before = process.memory_info().rss
+    with in_background(request):
+        while not sizes:
+            most.append(process.memory_info().rss)
+            time.sleep(0.01)
+    assert sizes[0] > 70 * values, "the reply would be smaller than its objects"
+    assert max(most) - before < 400 * values
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -274,17 +274,31 @@ def test_nothing_grows_over_many_requests(servers):
 # --- the document and the page ----------------------------------------------------------------------------------------
 
 
-def test_schemathesis_finds_no_500_and_no_undocumented_reply(path, tmp_path):
+HALTING = "/(pause.*|sleep|release_memory_occupation|weights?_checker)$"  # then others wait or get 503, as they should
+RENDEZVOUS = "/init_weight.*"  # waits for a trainer
+
+
+@pytest.mark.parametrize(
+    ("at", "paths"),
+    [
+        ("port", []),  # control answers 403 there
+        ("control_port", ["--exclude-path-regex", f"{HALTING}|{RENDEZVOUS}"]),
+        ("control_port", ["--include-path-regex", HALTING]),
+    ],
+    ids=["everybody's port", "control", "halting control"],
+)
+def test_schemathesis_finds_no_500_and_no_undocumented_reply(path, tmp_path, at, paths):
     pytest.importorskip("schemathesis")
     with command_line(path) as (_, url):
-        command = [Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json", "--max-examples", "10"]
+        if at == "control_port":
+            url = f"http://127.0.0.1:{httpx.get(f'{url}/server_info').json()['control_port']}"
+        examples = os.environ.get("SCHEMATHESIS_EXAMPLES", "10")
+        command = [Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json"]
         checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-        # these wait for a trainer, or make the others answer 503, as they should
-        quiet = "/(init_weight.*|pause.*|sleep|release_memory_occupation|weights?_checker)$"
-        command += ["--checks", checks, "--seed", "1", "--exclude-path-regex", quiet, "--request-timeout", "60"]
+        command += ["--checks", checks, "--seed", "1", "--max-examples", examples, "--request-timeout", "60", *paths]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-6000:]
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/liveness").status_code == 200
 
 
 def test_the_page_shows_the_load_and_the_log_probs_of_a_prompt(servers):

@@ -160,9 +160,13 @@ def test_vllms_sequence_of_calls(server, state, new_rollout):
 
 def test_vllms_own_nccl_group_is_refused_with_the_reason(server):
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    for extra in ({}, {"packed": True, "backend": "gloo"}):
+    for extra, reason in [
+        ({}, "torch process groups"),
+        ({"packed": True, "backend": "gloo"}, "packed=True is not supported"),
+        ({"nccl_unique_id_b64": "AA==", "backend": "gloo"}, "nccl_unique_id_b64"),
+    ]:
         response = server.post("/init_weight_transfer_engine", {"init_info": info | extra})
-        assert response.status_code == 400 and "torch process groups" in response.json()["message"]
+        assert response.status_code == 400 and reason in response.json()["message"]
 
 
 def test_from_disk_by_both_dialects(server, path, updated, old_rollout, new_rollout):
