@@ -125,6 +125,24 @@ def _load_vector(builder, address, stored: str):
     return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
 
 
+def _rounded(builder, wide, stored: str):
+    """Return LANES fp32 values, each rounded once to nearest even to a storage dtype, as fp32."""
+    if stored == "float32":
+        return wide
+    if stored == "float16":
+        return builder.fpext(builder.fptrunc(wide, ir.VectorType(_F16, LANES)), wide.type)
+    integers = ir.VectorType(_I32, LANES)
+
+    def each(value):
+        return ir.Constant(integers, [value] * LANES)
+
+    bits = builder.bitcast(wide, integers)
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    rounded = builder.and_(builder.add(bits, builder.add(odd, each(0x7FFF))), each(-(1 << 16)))
+    is_nan = builder.fcmp_unordered("uno", wide, wide)
+    return builder.bitcast(builder.select(is_nan, each(0x7FC00000), rounded), wide.type)
+
+
 def _store_vector(builder, value, address):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
 
