@@ -48,7 +48,9 @@ class Limits:
 
 def _check(asked: int, limit: int, what: str, option: str) -> None:
     if asked > limit:
-        raise ValueError(f"{asked} {what} are more than the {limit} of this server: start it with {option} {asked}")
+        raise ValueError(
+            f"{asked} {what} are more than the {limit} of this server: ask for less, or start it with {option} {asked}"
+        )
 
 
 def reply_values(request: Request) -> int:
