@@ -110,7 +110,7 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
 
 
 @app.command()
-@with_options(server=SERVER, engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # the longest step before a token
+@with_options(server=SERVER, engine=ENGINE.with_defaults(max_num_batched_tokens=256))  # how long streams wait
 def serve(
     server: Settings,
     engine: Settings,

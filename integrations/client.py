@@ -100,6 +100,7 @@ class Client:
 
     def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
         """The prompts that fit in a call together: by samples, by the log-probs that they may return, and by size."""
+        limits = self._limits
         begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             length = self._room if isinstance(prompt, str) else len(prompt)
@@ -108,7 +109,6 @@ class Client:
             sequences += p.n
             values += more
             size += len(prompt)
-            limits = self._limits
             if i > begin and (sequences > limits["sequences"] or values > limits["values"] or size > CALL_SIZE):
                 yield slice(begin, i)
                 begin, sequences, values, size = i, p.n, more, len(prompt)

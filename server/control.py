@@ -33,16 +33,10 @@ class InitTransferBody(Body):
     init_info: InitGroupBody
 
 
-class UpdateInfo(Manifest):
-    """The manifest of a broadcast in vLLM's words."""
-
-    dtypes: list[str] = Field(alias="dtype_names")
-
-
 class UpdateBody(Body):
     """An update by broadcast or from a directory."""
 
-    update_info: UpdateInfo | None = None
+    update_info: Manifest | None = None
     weight_dir: str | None = Field(default=None, min_length=1)
     weight_version: Label | None = None
 

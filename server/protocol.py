@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
 PART = 2**16  # bytes of a reply that are made and sent at a time
+PLAIN = (str, int, float, list, type(None))  # what `pieces` leaves to orjson; much faster than asking for an Iterator
 AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 T = TypeVar("T")
@@ -249,24 +250,24 @@ async def answer(
 
 def pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a value, made piece by piece: iterators are lists, bytes are JSON already."""
-    if isinstance(value, bytes):
-        yield value
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         mark = b"{"
         for name, inner in value.items():
             yield mark + orjson.dumps(name) + b":"
             yield from pieces(inner)
             mark = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, Iterator):
+    elif isinstance(value, PLAIN):
+        yield orjson.dumps(value)
+    elif isinstance(value, bytes):
+        yield value
+    else:
         mark = b"["
         for item in value:
             yield mark
             yield from pieces(item)
             mark = b","
         yield b"]" if mark == b"," else b"[]"
-    else:
-        yield orjson.dumps(value)
 
 
 def _part(content: Iterator[bytes], seconds: float) -> tuple[bytes, bool]:

@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
 
 
 def take_address(host: str, port: int) -> socket.socket:
-    """Return a socket for `serve` at this address, which nobody else can then have. ValueError where that fails."""
+    """Return a socket for `serve` that is bound to this address. ValueError where it can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

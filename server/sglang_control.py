@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..engine.weights import TensorSpec
 from ..engine.weights.group import DEFAULT_GROUP_NAME, WHOLE
@@ -62,10 +62,10 @@ class InitGroupBody(GroupBody):
 
 
 class Manifest(GroupBody):
-    """The tensors that a broadcast brings, in order."""
+    """The tensors that a broadcast brings, in order; vLLM calls their dtypes dtype_names."""
 
     names: list[str] = Field(min_length=1)
-    dtypes: list[str]
+    dtypes: list[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"))
     shapes: list[list[int]]
     bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
 

@@ -14,6 +14,7 @@ from samebits.trainer import exact_model, token_logprobs
 from helpers.models import make_checkpoint
 from helpers.serving import Serving, served_checkpoint, wait_for
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[17, 900, 3, 44], [5] * 40, [9, 8, 7]]
 VERBS = {
     "pause abort": ("/pause?mode=abort", None),
@@ -42,14 +43,6 @@ def paths(checkpoint, tmp_path_factory):
     """The checkpoints of versions "a..." (and "default") and "b..."."""
     served = served_checkpoint(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model")
     return {"a": served, "b": make_checkpoint(tmp_path_factory.mktemp("other") / "model", "llama", seed=5)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread_here():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def asked(verb: str, paths, rng, labels) -> tuple[str, dict | None]:
