@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from numba import float32, prange
 
+from .copies import pack_panel
 from .jit import inline, parallel, storage
 from .simd import LANES, PANEL, add_low_rank, matmul_one, matmul_panel
 
@@ -131,10 +132,7 @@ def _linear_unpacked(x, weight, bias, resume, out):
     features, depth = weight.shape
     for p in prange((features + PANEL - 1) // PANEL):
         panel = np.zeros((depth, PANEL), np.float32)
-        first = p * PANEL
-        for j in range(min(PANEL, features - first)):
-            for k in range(depth):
-                panel[k, j] = weight[first + j, k]
+        pack_panel(weight[p * PANEL : (p + 1) * PANEL], panel)
         if not resume:
             _start_panel(p, bias, out)
         _panel_product(x, panel, p, out, panel)
