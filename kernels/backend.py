@@ -14,11 +14,12 @@ A backend is a package that has the names of `Backend`: `kernels/cpu`, `kernels/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .layout import PagedLayout
@@ -49,7 +50,18 @@ class Sampled(NamedTuple):
     thresholds: Tensor
 
 
-UNARY = "sigmoid", "silu", "gelu", "gelu_pytorch_tanh", "tanh", "exp", "log", "softplus", "cos", "sin"
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # what `Backend.unary` computes, as torch has it
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "log": torch.log,
+    "softplus": F.softplus,
+    "cos": torch.cos,
+    "sin": torch.sin,
+}
 
 
 class ExpertPlan(NamedTuple):

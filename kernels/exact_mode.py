@@ -157,6 +157,7 @@ def _reduction(name: str) -> Callable[..., Tensor]:
 
 
 def _rsqrt(x: Tensor) -> Tensor:
+    _check_dtype("rsqrt", x.dtype)
     return (1.0 / torch.sqrt(x.float())).to(x.dtype)
 
 
@@ -184,10 +185,12 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return x
 
 
-def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: Any = None, *_: Any, **__: Any):
+def _embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: Any = None, *rest: Any, **named: Any
+) -> Tensor:
     if max_norm is not None:
         raise _refusal("embedding with max_norm")
-    return F.embedding(ids, weight, padding_idx)
+    return F.embedding(ids, weight, padding_idx, None, *rest, **named)
 
 
 def _linear(routing: Routing | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -198,6 +201,7 @@ def _linear(routing: Routing | None, x: Tensor, weight: Tensor, bias: Tensor | N
 
 def _topk(routing: Routing | None, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     _last(x, dim, "topk")
+    _check_dtype("topk", x.dtype)
     if not largest:
         raise _refusal("topk of the smallest")
     found = functions.top_k(x, k)

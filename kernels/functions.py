@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import UNARY
 from .dispatch import apply, backend, outside_modes
-
-_TORCH: dict[str, Callable[[Tensor], Tensor]] = {  # of `backend.UNARY`, for their derivatives
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "tanh": torch.tanh,
-    "exp": torch.exp,
-    "log": torch.log,
-    "softplus": F.softplus,
-    "cos": torch.cos,
-    "sin": torch.sin,
-}
 
 
 class _Unary(torch.autograd.Function):
@@ -39,7 +25,7 @@ class _Unary(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         wide = x.detach().float().requires_grad_()
         with torch.enable_grad():
-            out = _TORCH[ctx.name](wide)
+            out = UNARY[ctx.name](wide)
         return torch.autograd.grad(out, wide, grad.float())[0].to(x.dtype), None
 
 

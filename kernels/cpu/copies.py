@@ -4,6 +4,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from .jit import inline
 from .simd import _F16, _HALVES, _I16, _I32, LANES, _load_vector, _rounded, _store_vector, narrow, widen
 
 
@@ -105,3 +106,16 @@ def _transpose_by_storage(x, out):
 
     by_squares.__qualname__ = f"transpose_{stored}"  # numba names the machine code after it
     return by_squares
+
+
+@inline
+def pack_panel(weight, panel):
+    """Write weight.T, weight [up to PANEL, depth] of any strides, to the first columns of panel fp32 [depth, PANEL]."""
+    if weight.strides[1] == weight.itemsize:
+        transpose(weight, panel)
+    elif weight.strides[0] == weight.itemsize:
+        copy_rows(weight.T, panel)
+    else:
+        for j in range(weight.shape[0]):
+            for k in range(weight.shape[1]):
+                panel[k, j] = widen(weight[j, k])

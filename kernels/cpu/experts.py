@@ -10,7 +10,7 @@ import torch
 from numba import float32, prange
 
 from ..backend import ExpertPlan
-from .copies import copy_rows, transpose
+from .copies import copy_rows, pack_panel, transpose
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import _panel_product, pack
 from .simd import PANEL, fma, matmul_panel, narrow, widen
@@ -97,8 +97,7 @@ def _grouped_packed(x, panels, ends, parts, out):
 
 
 @parallel
-def _grouped_unpacked(x, weight, by_depth, ends, parts, out):
-    """weight [E, features, depth], or by_depth [E, depth, features]."""
+def _grouped_unpacked(x, weight, ends, parts, out):
     features, depth = out.shape[1], x.shape[1]
     tiles = (features + PANEL - 1) // PANEL
     active, starts = _shares(ends, tiles, parts, _PACKING_COST)
@@ -106,10 +105,7 @@ def _grouped_unpacked(x, weight, by_depth, ends, parts, out):
         panel = np.zeros((depth, PANEL), np.float32)
         for item in range(starts[part], starts[part + 1]):
             e, p = active[item // tiles], item % tiles
-            if by_depth:
-                copy_rows(weight[e, :, p * PANEL : (p + 1) * PANEL], panel)
-            else:
-                transpose(weight[e, p * PANEL : (p + 1) * PANEL], panel)
+            pack_panel(weight[e, p * PANEL : (p + 1) * PANEL], panel)
             first, last = ends[e - 1] if e else 0, ends[e]
             _clear_panel(p, out[first:last])
             _panel_product(x[first:last], panel, p, out[first:last], panel)
@@ -201,7 +197,7 @@ def grouped_packed(
 ) -> torch.Tensor:
     """Return each row of x times its expert's weight, [P, features] in `dtype`; weight: `storage` of `pack_experts`."""
     rows = _rows(x, plan, gather)
-    out = torch.empty(rows.shape[0], features)
+    out = torch.empty(rows.shape[0], features, dtype=torch.float32)
     _grouped_packed(rows, weight, plan.ends.numpy(), torch.get_num_threads(), out.numpy())
     return out.to(dtype)
 
@@ -209,12 +205,10 @@ def grouped_packed(
 def grouped_unpacked(
     x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the bits of `grouped_packed` for weights [E, features, depth], or the transpose of such."""
+    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
     rows = _rows(x, plan, gather)
-    out = torch.empty(rows.shape[0], weight.shape[1])
-    by_depth = not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
-    kept = storage(weight.transpose(1, 2) if by_depth else weight.contiguous())
-    _grouped_unpacked(rows, kept, by_depth, plan.ends.numpy(), torch.get_num_threads(), out.numpy())
+    out = torch.empty(rows.shape[0], weight.shape[1], dtype=torch.float32)
+    _grouped_unpacked(rows, storage(weight), plan.ends.numpy(), torch.get_num_threads(), out.numpy())
     return out.to(dtype)
 
 
@@ -238,9 +232,8 @@ def combine_backward(
     grad: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of y [P, width], in its dtype, and weights fp32 [T, k] from the sum's [T, width]."""
-    grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
-    given = own_storage(grad.contiguous()), own_storage(y), weights.contiguous().view(-1).numpy()
-    _combine_backward(
-        *given, plan.pairs.numpy(), weights.shape[1], own_storage(grad_y), grad_weights.view(-1).numpy()
-    )  # fmt: skip
-    return grad_y, grad_weights
+    flat = weights.contiguous().view(-1)
+    grad_y, grad_weights = torch.empty_like(y), torch.empty_like(flat)
+    given = own_storage(grad.contiguous()), own_storage(y), flat.numpy(), plan.pairs.numpy(), weights.shape[1]
+    _combine_backward(*given, own_storage(grad_y), grad_weights.numpy())
+    return grad_y, grad_weights.view(weights.shape)

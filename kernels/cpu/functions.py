@@ -16,7 +16,8 @@ from .jit import elementwise, inline, own_storage
 from .simd import narrow, widen
 
 _SOFTPLUS_LINEAR = float32(20.0)  # torch's threshold
-_SIGMOID, _SILU, _GELU, _GELU_TANH, _TANH, _EXP, _LOG, _SOFTPLUS, _COS, _SIN = range(len(UNARY))
+_KINDS = {name: kind for kind, name in enumerate(UNARY)}
+_SIGMOID, _SILU, _GELU, _GELU_TANH, _TANH, _EXP, _LOG, _SOFTPLUS, _COS, _SIN = _KINDS.values()
 
 
 @inline
@@ -92,13 +93,13 @@ def unary(x: torch.Tensor, name: str) -> torch.Tensor:
     """Return a function of each element of x, in x's shape and dtype; `name` is one of UNARY."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _unary(own_storage(x.view(-1)), UNARY.index(name), own_storage(out.view(-1)))
+    _unary(own_storage(x.view(-1)), _KINDS[name], own_storage(out.view(-1)))
     return out
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Return the softmax of each row of x, fp32 [rows, width]."""
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32)
     if out.numel():
         _softmax(own_storage(x.contiguous()), out.numpy())
     return out
@@ -106,7 +107,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 def row_sums(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return the sum of each row of x [rows, width] over `divisor`, fp32 [rows]."""
-    out = torch.empty(x.shape[0])
+    out = torch.empty(x.shape[0], dtype=torch.float32)
     _row_sums(own_storage(x.contiguous()), float(divisor), out.numpy())
     return out
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from numba import float32, prange
 
+from .copies import pack_panel
 from .jit import inline, parallel, storage
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
@@ -128,11 +129,8 @@ def _linear_low_rank(
 @inline
 def _packed_panel(weight, p):
     """Return fp32 [depth, PANEL]: panel p of a weight, zero-padded."""
-    features, depth = weight.shape
-    panel = np.zeros((depth, PANEL), np.float32)
-    for j in range(min(PANEL, features - p * PANEL)):
-        for k in range(depth):
-            panel[k, j] = weight[p * PANEL + j, k]
+    panel = np.zeros((weight.shape[1], PANEL), np.float32)
+    pack_panel(weight[p * PANEL : (p + 1) * PANEL], panel)
     return panel
 
 

@@ -187,4 +187,4 @@ def combine_backward(
     by_row = grad[plan.tokens].float()
     grad_weights = torch.empty(weights.numel(), dtype=torch.float32, device=y.device)
     grad_weights[plan.pairs] = (by_row * y.float()).sum(-1)
-    return (by_row * weights.view(-1)[plan.pairs][:, None]).to(y.dtype), grad_weights.view(weights.shape)
+    return (by_row * weights.reshape(-1)[plan.pairs][:, None]).to(y.dtype), grad_weights.view(weights.shape)

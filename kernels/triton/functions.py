@@ -6,27 +6,12 @@ its block and warps follow from the row's width alone, so its tree does too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from ..backend import UNARY
 from .launch import aligned, launch
-
-_FP64: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "tanh": torch.tanh,
-    "exp": torch.exp,
-    "log": torch.log,
-    "softplus": F.softplus,
-    "cos": torch.cos,
-    "sin": torch.sin,
-}
 
 
 @triton.jit
@@ -67,7 +52,7 @@ def _row(width: int) -> dict[str, int]:
 
 def unary(x: torch.Tensor, name: str) -> torch.Tensor:
     """Return a function of each element of x, in x's shape and dtype; `name` is one of UNARY."""
-    return _FP64[name](x.double()).float().to(x.dtype)
+    return UNARY[name](x.double()).float().to(x.dtype)
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:

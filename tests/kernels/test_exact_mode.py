@@ -97,6 +97,8 @@ REFUSED = {
     "softplus with beta 2": lambda x: F.softplus(x, beta=2),
     "dropout in training": lambda x: F.dropout(x),
     "arange of fractions": lambda x: torch.arange(0, 1, 0.1),
+    "rsqrt of torch.float64": lambda x: x.double().rsqrt(),
+    "topk of torch.float64": lambda x: x.double().topk(2),
     "sigmoid of torch.float64": lambda x: x.double().sigmoid(),
     "aten.cumsum": lambda x: torch.ops.aten.cumsum(x, 0),
     "embedding with max_norm": lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0),

@@ -135,6 +135,18 @@ def test_only_the_gradients_that_are_asked_for(wanted):
         assert torch.equal(tensor.grad, grad) if needed else tensor.grad is None
 
 
+def test_arguments_of_any_strides_have_the_same_bits_and_gradients():
+    given, outs = layer(9, 20, 12, 5, 2), []
+    transposed = [t.mT.contiguous().mT for t in given]
+    gaps = [t.repeat_interleave(2, -1)[..., ::2] for t in given]
+    for x, gate_up, down, ids, weights in (given, transposed, gaps):
+        inputs = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+        out = ops.experts(x, gate_up, down, ids, weights, "silu")
+        outs.append([out, *torch.autograd.grad(out, inputs, torch.ones(20, 9).t())])
+    for plain, *others in zip(*outs, strict=True):
+        assert all(torch.equal(plain, other) for other in others)
+
+
 def test_without_exactness_the_values_agree_and_the_bits_do_not():
     x, gate_up, down, ids, weights = layer(64, 512, 256, 5, 2)
     exact = ops.experts(x, gate_up, down, ids, weights, "silu")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from samebits.kernels import contract, cpu, ops
+from samebits.kernels import contract, cpu, functions, ops
 from samebits.kernels.cpu import simd
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 from samebits.kernels.cpu.simd import CHAIN
@@ -320,7 +320,8 @@ def test_token_logprobs_forward_and_backward_in_any_chunks(setting):
 
 _DIGEST = """
 import hashlib, json, sys, torch
-from samebits.kernels import ops, cpu
+from samebits.kernels import functions, ops
+from samebits.kernels.backend import UNARY
 from samebits.kernels.cpu.simd import LANES
 g = torch.Generator().manual_seed(3)
 x, w, n = (torch.randn(*s, generator=g) for s in ((21, 100), (172, 100), (100,)))
@@ -331,6 +332,11 @@ p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
 outs = [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES["cpu"]), ops.rms_norm(x, n, 1e-5),
         ops.attention(q, k, v, layout, 0.2), ops.gated_activation(x, x, "silu"), *tables,
         *ops.token_logprobs(x, w, None, torch.arange(21), p)]
+gate_up, down = torch.randn(5, 72, 100, generator=g), torch.randn(5, 100, 36, generator=g)
+weights = functions.softmax(x[:, :5], torch.float32)
+ids = functions.top_k(weights, 3).indices
+outs += [ops.experts(x, gate_up, down, ids, weights[:, :3], "silu"), weights, *(functions.unary(x, f) for f in UNARY)]
+outs += [ops.experts(x, *map(ops.PackedExperts.pack, (gate_up, down)), ids, weights[:, :3], "silu")]
 digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in outs)).hexdigest()
 print(json.dumps([LANES, digest]))
 """
@@ -385,7 +391,7 @@ def test_same_bits_from_two_processes():
 
 def test_a_default_dtype_of_the_callers_changes_nothing():
     x, w = torch.randn(5, 100), torch.randn(70, 100)
-    params = ops.RowParams.repeat(5)
+    params, ids = ops.RowParams.repeat(5), torch.tensor([[0], [1], [1], [0], [1]])
 
     def everything():
         layout = ops.packed_layout([5], 1, x.device)
@@ -396,7 +402,11 @@ def test_a_default_dtype_of_the_callers_changes_nothing():
         tables = ops.rotary_tables(torch.arange(5), x[0].abs(), 1.0)
         norm = ops.rms_norm(x, x[0], 1e-5)
         attended = ops.attention(q, q, q, layout, 0.2)
-        return [ops.linear(x, w), norm, attended, *tables, logprob, entropy, hidden.grad, weight.grad]
+        scores = functions.softmax(x, torch.float32)
+        down = w.t()[None, :, :35].repeat(2, 1, 1)
+        mixed = ops.experts(x, torch.stack([w, w.flip(0)]), down, ids, scores[:, :1], "silu")
+        mixture = scores, functions.row_sums(x, 3, torch.float32), mixed
+        return [ops.linear(x, w), norm, attended, *tables, logprob, entropy, hidden.grad, weight.grad, *mixture]
 
     expected = everything()
     torch.set_default_dtype(torch.float64)
