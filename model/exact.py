@@ -20,7 +20,7 @@ from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
 from .coverage import cover_rest
-from .experts import use_exact_experts
+from .experts import is_experts, use_exact_experts
 from .families import TESTED
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
@@ -318,6 +318,8 @@ def exact_model(
     ]
     if problems:
         raise CheckpointError(f"{path} does not fit its config; " + "; ".join(problems))
+    if any(is_experts(module) for module in model.modules()):
+        leave_files(model)
     model = prepare(model.to(device).eval(), path, exact)
     if exact and config.model_type not in TESTED:
         logger.warning(
@@ -326,6 +328,17 @@ def exact_model(
     if adapter is not None and not exact:
         raise ValueError("an adapter needs exact=True; for comparison use peft on a model with exact=False")
     return model if adapter is None else adapt(model, adapter)  # type: ignore[return-value]
+
+
+def leave_files(model: nn.Module) -> None:
+    """Give all tensors but experts memory of their own: those that were read lie in a mapping of the whole file.
+
+    While one of them does, the file's copy of the experts, whose stack has memory of its own, stays resident.
+    """
+    modules = [module for module in model.modules() if not is_experts(module)]
+    for tensor in {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values())}.values():
+        if tensor is not None:
+            tensor.data = tensor.data.clone()
 
 
 def all_finite(tensor: Tensor) -> bool:
