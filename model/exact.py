@@ -158,7 +158,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     check_structure(model)
     restore = _restorer(model)
     try:
-        head = model.get_output_embeddings()  # None in all stages but the last
+        head: Any = model.get_output_embeddings()  # None in all stages but the last
         if head is not None:
             if type(head) is not nn.Linear:
                 raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
@@ -168,6 +168,11 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         model.config.use_cache = False
         if exact:
             _make_modules_exact(model)
+        if head is not None:
+            head.scale = logit_scale(model)
+        if exact:
+            _check(model)
+            connect_routers(model)
     except BaseException:
         restore()
         raise
@@ -211,14 +216,14 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
     base: Any = model.base_model
     base.__class__ = packing(type(base))
     cover_rest(model)
-    head: Any = model.get_output_embeddings()
-    if head is not None:
-        head.scale = logit_scale(model)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a schedule changes a bit; see `selfcheck`."""
     check = SelfCheck(model)
     check.batches()
     if check.head is not None:
         check.plain()
-    connect_routers(model)
 
 
 @torch.no_grad()
