@@ -215,6 +215,9 @@ class Backend(Protocol):
         weights fp32 [T, k], by the slots of the plan's ids; the sum is one in fp32 and ascends in expert.
         """
 
+    def combine_backward(self, grad: Tensor, y: Tensor, weights: Tensor, plan: ExpertPlan) -> tuple[Tensor, Tensor]:
+        """Return the gradients of y [P, width], in its dtype, and weights fp32 [T, k] from the sum's [T, width]."""
+
     # --- attention
 
     def new_kv_cache(

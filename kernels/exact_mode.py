@@ -94,23 +94,34 @@ _FREE: set[Any] = {
     ),
     F.relu,
 }
-_FREE_ONLY_WITH = {"alpha": 1, "reduce": None}  # else a sum may be fused with a product, and sums may ascend anyhow
+_FREE_ONLY_WITH = {  # other values make of it more than one rounding, or a sum in any order
+    "alpha": 1,
+    "reduce": None,
+    "rounding_mode": None,
+}
 
 
-def _refuse(what: str) -> UnsupportedOpError:
+def _refusal(what: str) -> UnsupportedOpError:
     return UnsupportedOpError(f"torch function {what} has no exact form")
 
 
 def _last(x: Tensor, dim: Any, name: str) -> None:
     dims = dim if isinstance(dim, tuple | list) else [dim]
     if [d if d is None or d >= 0 else d + x.dim() for d in dims] != [x.dim() - 1]:
-        raise _refuse(f"{name} over dimension {dim} of {list(x.shape)}, which is not the last,")
+        raise _refusal(f"{name} over dimension {dim} of {list(x.shape)}, which is not the last,")
+
+
+def _check_dtype(name: str, *dtypes: torch.dtype | None) -> None:
+    for dtype in dtypes:
+        if dtype is not None and dtype not in ops.DTYPES["cpu"]:
+            raise _refusal(f"{name} of {dtype}")
 
 
 def _unary(name: str) -> Callable[..., Tensor]:
     def exact(x: Tensor, inplace: bool = False) -> Tensor:
-        if x.dtype not in ops.DTYPES[x.device.type]:
-            raise _refuse(f"{name} of {x.dtype}")
+        _check_dtype(name, x.dtype)
+        if inplace:
+            raise _refusal(f"{name} in place")
         return functions.unary(x, name)
 
     return exact
@@ -122,13 +133,14 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     if (beta, threshold) != (1, 20):
-        raise _refuse(f"softplus with beta {beta} and threshold {threshold}")
+        raise _refusal(f"softplus with beta {beta} and threshold {threshold}")
     return _unary("softplus")(x)
 
 
 def _softmax(x: Tensor, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     _last(x, dim, "softmax")
     dtype = next((each for each in rest if isinstance(each, torch.dtype)), dtype)  # F.softmax has it fourth
+    _check_dtype("softmax", x.dtype, dtype)
     return functions.softmax(x, dtype or x.dtype)
 
 
@@ -137,6 +149,7 @@ def _reduction(name: str) -> Callable[..., Tensor]:
         if not x.is_floating_point():  # whole numbers: any order
             return getattr(x, name)(dim, keepdim, dtype=dtype)
         _last(x, dim, name)
+        _check_dtype(name, x.dtype, dtype)
         out = functions.row_sums(x, x.shape[-1] if name == "mean" else 1, dtype or x.dtype)
         return out[..., None] if keepdim else out
 
@@ -150,34 +163,35 @@ def _rsqrt(x: Tensor) -> Tensor:
 def _pow(x: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, int | float) and exponent in (2, -0.5):
         return x * x if exponent == 2 else _rsqrt(x)
-    raise _refuse(f"pow with exponent {exponent}")
+    raise _refusal(f"pow with exponent {exponent}")
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() < 2 or y.dim() < 2 or x.shape[-1] != 1:
-        raise _refuse(f"matmul of {list(x.shape)} and {list(y.shape)}, which is more than an outer product,")
+        raise _refusal(f"matmul of {list(x.shape)} and {list(y.shape)}, which is more than an outer product,")
     return x * y
 
 
 def _arange(*args: Any, **kwargs: Any) -> Tensor:
     if not all(isinstance(value, int) for value in (*args, *(kwargs.get(n, 0) for n in ("start", "end", "step")))):
-        raise _refuse("arange of fractions")
+        raise _refusal("arange of fractions")
     return torch.arange(*args, **kwargs)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if training and p:
-        raise _refuse("dropout in training")
+        raise _refusal("dropout in training")
     return x
 
 
 def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: Any = None, *_: Any, **__: Any):
     if max_norm is not None:
-        raise _refuse("embedding with max_norm")
+        raise _refusal("embedding with max_norm")
     return F.embedding(ids, weight, padding_idx)
 
 
 def _linear(routing: Routing | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _check_dtype("linear", x.dtype, weight.dtype)
     routes = routing is not None and weight.shape[0] == routing.num_experts
     return ops.linear(x, weight, bias, torch.float32 if routes else None)
 
@@ -185,7 +199,7 @@ def _linear(routing: Routing | None, x: Tensor, weight: Tensor, bias: Tensor | N
 def _topk(routing: Routing | None, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     _last(x, dim, "topk")
     if not largest:
-        raise _refuse("topk of the smallest")
+        raise _refusal("topk of the smallest")
     found = functions.top_k(x, k)
     if routing is None or x.dim() != 2 or (x.shape[1], k) != (routing.num_experts, routing.top_k):
         return torch.return_types.topk(found)
@@ -226,12 +240,16 @@ class ExactMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Call `func` or its exact form. Raises UnsupportedOpError, with its name, where it has none."""
-        kwargs = kwargs or {}
-        if func in _FREE and all(kwargs.get(name, free) == free for name, free in _FREE_ONLY_WITH.items()):
+        kwargs = dict(kwargs or {})
+        unusual = [name for name, usual in _FREE_ONLY_WITH.items() if kwargs.get(name, usual) != usual]
+        if func in _FREE and not unusual:
             return func(*args, **kwargs)
+        if "input" in kwargs:  # torch's name of the first argument
+            args = kwargs.pop("input"), *args
         with torch._C.DisableTorchFunction():
             if func in _ROUTED:
                 return _ROUTED[func](self.routing, *args, **kwargs)
             if func in _MAPPED:
                 return _MAPPED[func](*args, **kwargs)
-            raise _refuse(resolve_name(func) or getattr(func, "__name__", repr(func)))
+            name = resolve_name(func) or getattr(func, "__name__", repr(func))
+            raise _refusal(" ".join((name, *(f"with {each}" for each in unusual))))

@@ -72,11 +72,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, grad):
         x, gate_up, down, weights, *order, both, y = (t.detach() for t in ctx.saved_tensors)
         plan, kernels = ExpertPlan(*order), backend(x.device)
-        pairs = plan.pairs.long()
-        by_row = grad[plan.tokens.long()].float()
-        grad_weights = torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
-        grad_weights[pairs] = (by_row * y.float()).sum(-1)
-        grad_y = (by_row * weights.float().view(-1)[pairs][:, None]).to(x.dtype)
+        grad_y, grad_weights = kernels.combine_backward(grad, y, weights.float(), plan)
         gate, up = both.chunk(2, -1)
         grad_hidden = kernels.grouped_unpacked(grad_y, down.transpose(1, 2), plan, False, x.dtype)
         grads = kernels.gated_activation_backward(grad_hidden, gate, up, ctx.activation)
@@ -86,11 +82,11 @@ class _Experts(torch.autograd.Function):
             grad_rows = kernels.grouped_unpacked(grad_both, gate_up.transpose(1, 2), plan, False, torch.float32)
             grad_x = kernels.combine(grad_rows, torch.ones_like(weights, dtype=torch.float32), plan, x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_gate_up = kernels.grouped_outer(grad_both, x[plan.tokens.long()], plan, gate_up.dtype)
+            grad_gate_up = kernels.grouped_outer(grad_both, x[plan.tokens], plan, gate_up.dtype)
         if ctx.needs_input_grad[2]:
             hidden = kernels.gated_halves(both, ctx.activation)
             grad_down = kernels.grouped_outer(grad_y, hidden, plan, down.dtype)
-        return grad_x, grad_gate_up, grad_down, None, grad_weights.view(weights.shape).to(weights.dtype), None, None
+        return grad_x, grad_gate_up, grad_down, None, grad_weights.to(weights.dtype), None, None
 
 
 @outside_modes

@@ -111,6 +111,8 @@ def linear(
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, PackedWeight):
         out = _product(rows, weight, bias, exact, dtype or x.dtype)
+    elif weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"linear: x {list(x.shape)} doesn't fit a weight {list(weight.shape)}")
     else:
         out = apply(_Linear, rows, weight, bias, exact, dtype or x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -77,7 +77,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         name = op._schema.name.partition("::")[2]
-        if name not in _FREE and not _of_integers(args, out):
+        if not _is_free(name, op._schema.overload_name, args, kwargs or {}, out):
             module = self._caller()
             if module is not None:
                 self.found.setdefault(module, set()).add(name)
@@ -96,9 +96,15 @@ class Trace(TorchDispatchMode):
         return None
 
 
-def _of_integers(args: Any, out: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
-    return bool(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)
+def _is_free(name: str, overload: str, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
+    """True for an op that moves data, is rounded correctly element by element, or computes with whole numbers."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    if any(tensor.is_complex() for tensor in tensors):  # a product of these is four products and two sums
+        return False
+    if tensors and not any(tensor.is_floating_point() for tensor in tensors):
+        return True
+    fuses = kwargs.get("alpha", 1) != 1 or (name == "rsub" and len(args) > 2) or "reduce" in overload
+    return name in _FREE and not fuses
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,10 +156,9 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     """
     check_config(model.config)
     check_structure(model)
-    classes = {module: type(module) for module in model.modules()}
-    implementation = model.config._attn_implementation
+    restore = _restorer(model)
     try:
-        head = model.get_output_embeddings()  # None in all stages but the last
+        head: Any = model.get_output_embeddings()  # None in all stages but the last
         if head is not None:
             if type(head) is not nn.Linear:
                 raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
@@ -168,12 +168,32 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         model.config.use_cache = False
         if exact:
             _make_modules_exact(model)
+        if head is not None:
+            head.scale = logit_scale(model)
+        if exact:
+            _check(model)
+            connect_routers(model)
     except BaseException:
-        for module, kind in classes.items():
-            module.__class__ = kind
-        model.set_attn_implementation(implementation)
+        restore()
         raise
     return model
+
+
+def _restorer(model: PreTrainedModel) -> Callable[[], None]:
+    """Return a function that makes a model's modules compute as they do now."""
+    classes = {module: type(module) for module in model.modules()}
+    config: Any = model.config
+    attended, experts, cached = config._attn_implementation, config._experts_implementation, config.use_cache
+
+    def restore() -> None:
+        for module, kind in classes.items():
+            module.__class__ = kind
+        model.set_attn_implementation(attended)
+        if config._experts_implementation != experts:
+            model.set_experts_implementation(experts)
+        config.use_cache = cached
+
+    return restore
 
 
 def check_structure(model: PreTrainedModel) -> None:
@@ -196,14 +216,14 @@ def _make_modules_exact(model: PreTrainedModel) -> None:
     base: Any = model.base_model
     base.__class__ = packing(type(base))
     cover_rest(model)
-    head: Any = model.get_output_embeddings()
-    if head is not None:
-        head.scale = logit_scale(model)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a schedule changes a bit; see `selfcheck`."""
     check = SelfCheck(model)
     check.batches()
     if check.head is not None:
         check.plain()
-    connect_routers(model)
 
 
 @torch.no_grad()
@@ -229,14 +249,14 @@ def logit_scale(model: PreTrainedModel) -> ops.LogitScale | None:
 
 def is_exact(model: nn.Module) -> bool:
     """True for a model, or a stage, with samebits' ops; False for a control."""
-    return next(m for m in model.modules() if isinstance(m, ExactLinear)).exact
+    return any(isinstance(module, ExactLinear) and module.exact for module in model.modules())
 
 
 def contract_of(model: PreTrainedModel) -> Contract:
     """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one."""
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
-    norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
-    contract = Contract.of(norm.dtype, norm.device)
+    parameter = next(model.parameters())
+    contract = Contract.of(parameter.dtype, parameter.device)
     if is_adapted(model):
         contract = replace(contract, adapter=describe(placements(model)))
     return contract if linear.exact else replace(contract, linear="torch")

@@ -118,10 +118,19 @@ def pack_weights(model: PreTrainedModel) -> None:
 
 
 class _Call(NamedTuple):
-    """A module's arguments."""
+    """A module's call."""
 
     args: tuple
     kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def given(self) -> Any:
+        """The hidden states that it was given."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+
+_NORMS = "input_layernorm", "post_attention_layernorm"  # of a layer that may be fused
 
 
 def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
@@ -130,38 +139,31 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     run: a forward of a few tokens over a paged cache, whose calls of attention and layers are compared.
     """
     base: Any = model.base_model
-    norms = [getattr(layer, name, None) for layer in base.layers for name in _NORMS]
-    norms.append(getattr(base, "norm", None))
-    calls = _recorded(run, [m for layer in base.layers for m in (layer, getattr(layer, "self_attn", None)) if m])
+    norm = getattr(base, "norm", None)
+    parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
+    calls = _recorded(run, [part for part in (*parts, norm) if part is not None])
     for layer in base.layers:
-        attention = getattr(layer, "self_attn", None)
-        if attention is not None:
-            _fuse_if_equal(attention, FusedAttention, calls[attention])
-    for norm in filter(_takes_sum, norms):
-        norm.__class__ = FusedNorm
-    following: tuple = (base, "norm") if isinstance(norms[-1], FusedNorm) else ()
+        if hasattr(layer, "self_attn"):
+            _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
+    for each in (norm, *(getattr(layer, name, None) for layer in base.layers for name in _NORMS)):
+        if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
+            each.__class__ = FusedNorm
+    following: tuple = (norm, (base, "norm")) if isinstance(norm, FusedNorm) else ()
     for layer in reversed(base.layers):
         fused = _fuse_if_equal(layer, FusedLayer, calls[layer])
-        if fused:
-            layer.following = following
-        following = (layer, "input_layernorm") if fused else ()
-
-
-_NORMS = "input_layernorm", "post_attention_layernorm"
-
-
-def _takes_sum(norm: nn.Module | None) -> bool:
-    return type(norm) is ExactRMSNorm and not norm.offset and hasattr(norm, "weight")
+        if fused and following and calls[following[0]].given is calls[layer].result:
+            layer.following = following[1]
+        following = (layer, (layer, "input_layernorm")) if fused else ()
 
 
 def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _Call]:
     """Return the modules' calls in a run."""
     calls: dict[nn.Module, _Call] = {}
 
-    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        calls[module] = _Call(args, kwargs)
+    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        calls[module] = _Call(args, kwargs, result)
 
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
         run()
     finally:
@@ -183,7 +185,7 @@ def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
     module.__class__ = type(form.__name__, (form, own), {})
     try:
         found = [module(*call.args, **kwargs) for kwargs in variants]
-        fused = all(torch.equal(_first(a), _first(b)) for a, b in zip(found, expected, strict=True))
+        fused = all(map(_same, found, expected))
     except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError):
         fused = False
     if not fused:
@@ -191,8 +193,11 @@ def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
     return fused
 
 
-def _first(result: Tensor | tuple) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
+def _same(ours: Tensor | tuple, theirs: Tensor | tuple) -> bool:
+    """True for equal tensors, or tuples that begin with equal ones."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(ours, theirs)
+    return isinstance(ours, tuple) and isinstance(theirs, tuple) and torch.equal(ours[0], theirs[0])
 
 
 @contextmanager

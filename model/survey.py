@@ -71,7 +71,7 @@ def _with_random_weights(model: PreTrainedModel, dtype: torch.dtype, device: str
     model.apply(model._init_weights)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return model.eval().requires_grad_(True)
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def _how(module: nn.Module) -> str:

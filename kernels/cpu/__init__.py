@@ -20,7 +20,15 @@ from .elementwise import (
     rotary,
     rotary_tables,
 )
-from .experts import combine, grouped_outer, grouped_packed, grouped_unpacked, pack_experts, plan_experts
+from .experts import (
+    combine,
+    combine_backward,
+    grouped_outer,
+    grouped_packed,
+    grouped_unpacked,
+    pack_experts,
+    plan_experts,
+)
 from .functions import row_sums, softmax, top_k, unary
 from .jit import storage
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
@@ -102,6 +110,7 @@ __all__ = [
     "attention_backward",
     "check_device",
     "combine",
+    "combine_backward",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

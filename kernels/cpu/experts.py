@@ -10,10 +10,10 @@ import torch
 from numba import float32, prange
 
 from ..backend import ExpertPlan
+from .copies import copy_rows, transpose
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import _panel_product, pack
 from .simd import PANEL, fma, matmul_panel, narrow, widen
-from .transpose import copy_rows, transpose
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
 _PACKING_COST = 24  # where the panel has to be packed first
@@ -126,9 +126,7 @@ def _outer(left, panel, columns, out):
         total[:] = float32(0.0)
         source = left.ctypes.data + 4 * start * rows
         matmul_panel(source, rows, panel, 0, PANEL, rows, total.ctypes.data, PANEL, count, ahead)
-        for r in range(count):
-            for j in range(columns):
-                out[start + r, j] = narrow(total[r, j], out[start + r, j])
+        copy_rows(total[:count, :columns], out[start : start + count])
 
 
 @parallel
@@ -161,6 +159,18 @@ def _combine(y, weights, pairs, places, out):
                 total[column] = fma(weight, widen(y[row, column]), total[column])
         for column in range(y.shape[1]):
             out[t, column] = narrow(total[column], out[t, column])
+
+
+@elementwise
+def _combine_backward(grad, y, weights, pairs, slots, grad_y, grad_weights):
+    for row in prange(y.shape[0]):
+        pair = pairs[row]
+        token, weight, total = pair // slots, weights[pair], 0.0
+        for j in range(y.shape[1]):
+            grad_y[row, j] = narrow(weight * widen(grad[token, j]), grad_y[row, j])
+        for j in range(y.shape[1]):
+            total += float(widen(grad[token, j])) * float(widen(y[row, j]))
+        grad_weights[pair] = float32(total)
 
 
 def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -222,3 +232,15 @@ def combine(y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan, dtype: tor
     flat = weights.contiguous().view(-1).numpy()
     _combine(own_storage(y.contiguous()), flat, plan.pairs.numpy(), plan.places.numpy(), own_storage(out))
     return out
+
+
+def combine_backward(
+    grad: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of y [P, width], in its dtype, and weights fp32 [T, k] from the sum's [T, width]."""
+    grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
+    given = own_storage(grad.contiguous()), own_storage(y), weights.contiguous().view(-1).numpy()
+    _combine_backward(
+        *given, plan.pairs.numpy(), weights.shape[1], own_storage(grad_y), grad_weights.view(-1).numpy()
+    )  # fmt: skip
+    return grad_y, grad_weights

@@ -29,7 +29,15 @@ from .elementwise import (
     rotary,
     rotary_tables,
 )
-from .experts import combine, grouped_outer, grouped_packed, grouped_unpacked, pack_experts, plan_experts
+from .experts import (
+    combine,
+    combine_backward,
+    grouped_outer,
+    grouped_packed,
+    grouped_unpacked,
+    pack_experts,
+    plan_experts,
+)
 from .functions import row_sums, softmax, top_k, unary
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
@@ -166,6 +174,7 @@ __all__ = [
     "attention_backward",
     "check_device",
     "combine",
+    "combine_backward",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

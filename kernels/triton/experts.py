@@ -178,3 +178,13 @@ def combine(y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan, dtype: tor
         out, slots, y.shape[1], BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def combine_backward(
+    grad: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, plan: ExpertPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of y [P, width], in its dtype, and weights fp32 [T, k] from the sum's [T, width]."""
+    by_row = grad[plan.tokens].float()
+    grad_weights = torch.empty(weights.numel(), dtype=torch.float32, device=y.device)
+    grad_weights[plan.pairs] = (by_row * y.float()).sum(-1)
+    return (by_row * weights.view(-1)[plan.pairs][:, None]).to(y.dtype), grad_weights.view(weights.shape)

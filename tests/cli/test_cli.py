@@ -16,6 +16,8 @@ from samebits.cli.main import app
 from samebits.engine import EngineConfig
 from samebits.trainer.rl import TrainConfig
 
+from helpers.families import family_config
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -41,6 +43,16 @@ def test_chat_answers_from_standard_input(smollm2):
     done = samebits("chat", smollm2, "--temperature", 0, input="What is the capital of France?\nexit\n")
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
+
+
+def test_coverage_of_a_config_or_a_checkpoint_is_a_table_or_a_reason(checkpoint, tmp_path):
+    family_config("glm4_moe").save_pretrained(tmp_path / "config")
+    for model in (tmp_path / "config", checkpoint("glm4_moe")):
+        printed = samebits("verify", "--coverage", model).stdout
+        assert "2 of 6 experts" in printed and "experts, silu" in printed and "glm4_moe: covered" in printed
+    family_config("deepseek_v3").save_pretrained(tmp_path / "refused")
+    refused = samebits("verify", "--coverage", tmp_path / "refused")
+    assert refused.returncode == 1 and "deepseek_v3: not covered. model.layers.0.self_attn" in refused.stdout
 
 
 def test_verify_passes_and_finds_a_planted_fault(checkpoint):

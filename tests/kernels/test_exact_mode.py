@@ -86,8 +86,13 @@ REFUSED = {
     "topk over dimension 0": lambda x: x.topk(2, 0),
     "topk of the smallest": lambda x: x.topk(2, largest=False),
     "pow with exponent 3": lambda x: x**3,
-    "add": lambda x: torch.add(x, x, alpha=2),
-    "scatter": lambda x: x.scatter(0, torch.zeros(1, 8, dtype=torch.long), x, reduce="add"),
+    "add with alpha": lambda x: torch.add(x, x, alpha=2),
+    "div with rounding_mode": lambda x: torch.div(x, 0.3, rounding_mode="floor"),
+    "silu in place": lambda x: F.silu(x, inplace=True),
+    "linear of torch.float64": lambda x: F.linear(x.double(), x.double()),
+    "sum of torch.float64": lambda x: x.sum(-1, dtype=torch.float64),
+    "softmax of torch.float64": lambda x: torch.softmax(x, -1, torch.float64),
+    "scatter with reduce": lambda x: x.scatter(0, torch.zeros(1, 8, dtype=torch.long), x, reduce="add"),
     "index_add": lambda x: x.index_add(0, torch.zeros(5, dtype=torch.long), x),
     "softplus with beta 2": lambda x: F.softplus(x, beta=2),
     "dropout in training": lambda x: F.dropout(x),
@@ -118,6 +123,17 @@ def test_what_moves_data_or_counts_is_free():
         return rows.sum(-1).masked_fill(~mask[:, :3], float("-inf")), F.dropout(rows, 0.5, training=False)
 
     exact(run)
+
+
+def test_arguments_may_be_named_as_torch_names_them():
+    x = torch.randn(5, 8)
+    for named, expected in (
+        (lambda: F.softmax(input=x, dim=1, dtype=torch.bfloat16), lambda: torch.softmax(x, 1, torch.bfloat16)),
+        (lambda: torch.sum(input=x, dim=[-1], keepdim=True), lambda: x.sum(-1, True)),
+        (lambda: torch.topk(input=x, k=2, dim=1)[1], lambda: x.topk(2)[1]),
+        (lambda: F.linear(input=x, weight=x), lambda: F.linear(x, x)),
+    ):
+        assert torch.equal(exact(named), exact(expected))
 
 
 def test_our_own_ops_leave_the_mode():

@@ -1,10 +1,10 @@
-"""A matrix or its transpose, copied to fp32 by whole vectors: a weight panel is packed as fast as memory is read."""
+"""Matrices copied by whole vectors, as they are or transposed, from storage to fp32 or back."""
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from .simd import _HALVES, _I32, LANES, _load_vector, _store_vector, widen
+from .simd import _F16, _HALVES, _I16, _I32, LANES, _load_vector, _rounded, _store_vector, narrow, widen
 
 
 def _make_square(stored: str):
@@ -36,13 +36,20 @@ def _make_square(stored: str):
     return square
 
 
-def _make_copy(stored: str):
-    """Make the op that writes LANES elements as fp32; it takes addresses."""
+def _make_copy(source_dtype: str, target_dtype: str):
+    """Make the op that copies LANES elements, each rounded once where it is narrowed; it takes addresses."""
 
     @intrinsic
     def copy(typingctx, source, target):
         def codegen(context, builder, signature, args):
-            _store_vector(builder, _load_vector(builder, args[0], stored), args[1])
+            wide = _load_vector(builder, args[0], source_dtype)
+            if target_dtype == "float16":
+                wide = builder.fptrunc(wide, ir.VectorType(_F16, LANES))
+            elif target_dtype == "bfloat16":
+                bits = builder.bitcast(_rounded(builder, wide, target_dtype), ir.VectorType(_I32, LANES))
+                high = builder.lshr(bits, ir.Constant(bits.type, [16] * LANES))
+                wide = builder.trunc(high, ir.VectorType(_I16, LANES))
+            builder.store(wide, builder.inttoptr(args[1], wide.type.as_pointer())).align = 2
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), codegen
@@ -51,14 +58,14 @@ def _make_copy(stored: str):
 
 
 def copy_rows(x, out):
-    """Write x to the first columns of out, fp32; the rows of x and of out are contiguous."""
+    """Write x to the first columns of out, in out's dtype; the rows of x and of out are contiguous."""
     raise NotImplementedError("for compiled callers")
 
 
 @overload(copy_rows, jit_options={"error_model": "numpy", "nogil": True})
 def _copy_rows_by_storage(x, out):
-    stored = _HALVES.get(x.dtype, "float32")
-    copy = _make_copy(stored)
+    dtypes = _HALVES.get(x.dtype, "float32"), _HALVES.get(out.dtype, "float32")
+    copy = _make_copy(*dtypes)
 
     def by_vectors(x, out):
         rows, columns = x.shape
@@ -68,9 +75,9 @@ def _copy_rows_by_storage(x, out):
             for j in range(0, whole, LANES):
                 copy(source + j * x.strides[1], target + j * out.strides[1])
             for j in range(whole, columns):
-                out[i, j] = widen(x[i, j])
+                out[i, j] = narrow(widen(x[i, j]), out[i, j])
 
-    by_vectors.__qualname__ = f"copy_rows_{stored}"  # numba names the machine code after it
+    by_vectors.__qualname__ = "copy_rows_{}_{}".format(*dtypes)  # numba names the machine code after it
     return by_vectors
 
 
