@@ -139,8 +139,8 @@ def test_an_expert_given_twice_is_named(checkpoints):
     llm = engine(old)
     with pytest.raises(WeightUpdateError, match=r"up_proj\.weight' was given twice"):
         llm.update_weights([*stored(new).items(), (name, stored(new)[name])])
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(WeightUpdateError, match=r"gate_up_proj' was given twice: it came as '.*_proj.weight', too"):
-        stacked = "model.layers.0.mlp.experts.gate_up_proj"
         llm.update_weights([*stored(new).items(), (stacked, exact_model(new).state_dict()[stacked])])
     assert llm.weight_version == 0
 
