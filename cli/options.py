@@ -134,4 +134,4 @@ def _integers(text: str) -> tuple[int, ...]:
 ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size": "--pp"})
 SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": "-n"})
 SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize")  # commands show what they show
-SAMPLING = SAMPLING.without("structured_outputs")  # grammars are for programs
+SAMPLING = SAMPLING.without("structured_outputs", "routed_experts", "routed_experts_prompt_start")  # for programs
