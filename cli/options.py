@@ -135,4 +135,4 @@ ENGINE = Options.of("engine/config.py", "EngineConfig", {"pipeline_parallel_size
 SERVER = Options.of("server/options.py", "ServerOptions", {})
 SAMPLING = Options.of("engine/sampling_params.py", "SamplingParams", {"n": "-n"})
 SAMPLING = SAMPLING.without("logprobs", "prompt_logprobs", "raw_logprobs", "detokenize")  # commands show what they show
-SAMPLING = SAMPLING.without("structured_outputs")  # grammars are for programs
+SAMPLING = SAMPLING.without("structured_outputs", "routed_experts", "routed_experts_prompt_start")  # for programs

@@ -46,7 +46,8 @@ def scored_with_replay(
     vocab = model.config.vocab_size
     own = rescore(model, (pair_of(r, vocab) for r in asked), params, note_experts=True)
     pairs = (pair_of(r, vocab) for r in again if r.routed_experts is not None)
-    replayed = rescore(model, pairs, params, routed_experts=filter(_known, (experts_of(r, model) for r in given)))
+    experts_given = (experts_of(r, model) for r in given if r.routed_experts is not None)
+    replayed = rescore(model, pairs, params, routed_experts=experts_given)
     for rollout, (logprobs, best, chosen) in zip(waiting, own, strict=True):
         rollout.reference = logprobs.double().numpy()
         rollout.best_token_ids = best.numpy()
@@ -55,10 +56,6 @@ def scored_with_replay(
             rollout.replayed = next(replayed)[0].double().numpy()
             report.routing.add(experts, chosen[: len(experts)])
         yield rollout
-
-
-def _known(experts: Tensor | None) -> bool:
-    return experts is not None
 
 
 def experts_of(rollout: Rollout, model: PreTrainedModel) -> Tensor | None:

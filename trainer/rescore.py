@@ -71,7 +71,10 @@ def packed_batches(
         experts = given if any(ids is not None for ids in given) else None
         return PackedBatch.of(model, rows, counts, shared, experts, note_experts)
 
-    for (prompt, completion), experts in zip(rollouts, routed_experts or itertools.repeat(None), strict=False):
+    with_experts: Any = zip(rollouts, itertools.repeat(None), strict=False)
+    if routed_experts is not None:
+        with_experts = zip(rollouts, routed_experts, strict=True)
+    for (prompt, completion), experts in with_experts:
         if not len(prompt):
             raise ValueError("a rollout needs a prompt of at least one token")
         # whole blocks, and never the prompt's last token, whose logits are asked for

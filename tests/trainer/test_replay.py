@@ -149,6 +149,8 @@ def test_rollouts_are_scored_again_with_their_experts(paths):
     ):
         found = [logprobs.tolist() for logprobs, _ in rescore(model, pairs, params, routed_experts=experts)]
         assert found == [c.logprobs for c in completions]
+    with pytest.raises(ValueError, match="shorter"):
+        list(rescore(model, pairs, params, routed_experts=[None] * 5))
     wrong = [(c.routed_experts + 1) % 5 for c in completions]
     found = [logprobs.tolist() for logprobs, _ in rescore(model, pairs, params, routed_experts=wrong)]
     assert all(a != c.logprobs for a, c in zip(found, completions, strict=True))

@@ -1,6 +1,7 @@
 """Weight updates of a mixture of experts: from any source, in either layout, all or nothing."""
 
 import random
+import threading
 
 import psutil
 import pytest
@@ -8,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams, WeightUpdateError
+from samebits.engine.weights import WeightGroup, specs_of
+from samebits.engine.weights.group import free_port
 from samebits.model.stored import stored_pieces
 from samebits.trainer import exact_model, save_weights
 
@@ -98,6 +101,24 @@ def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(checkpoints, tm
     assert results(llm) == before
 
 
+def test_experts_over_a_process_group(checkpoints):
+    """One by one, as trainers of other frameworks broadcast them."""
+    old, new = checkpoints("glm4_moe")
+    llm, state, port = engine(old), dict(shuffled(stored(new))), free_port("127.0.0.1")
+    specs = specs_of(state)
+
+    def send():
+        with WeightGroup("127.0.0.1", port, rank=0, world_size=2) as group:
+            group.send(state.items(), specs, 4096)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with WeightGroup("127.0.0.1", port, rank=1, world_size=2) as group:
+        llm.update_weights(group.receive(specs, 4096))
+        sender.join()
+    assert results(llm) == results(engine(new))
+
+
 def test_a_routers_bias_stays_fp32_in_an_engine_of_bf16(checkpoints):
     old, new = checkpoints("glm4_moe")
     llm = engine(old, dtype="bfloat16")
@@ -139,8 +160,8 @@ def test_an_expert_given_twice_is_named(checkpoints):
     llm = engine(old)
     with pytest.raises(WeightUpdateError, match=r"up_proj\.weight' was given twice"):
         llm.update_weights([*stored(new).items(), (name, stored(new)[name])])
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(WeightUpdateError, match=r"gate_up_proj' was given twice: it came as '.*_proj.weight', too"):
-        stacked = "model.layers.0.mlp.experts.gate_up_proj"
         llm.update_weights([*stored(new).items(), (stacked, exact_model(new).state_dict()[stacked])])
     assert llm.weight_version == 0
 
