@@ -95,6 +95,7 @@ def times_sigmoid(x, y):
 
 @inline
 def silu(x):
+    """Return x sigmoid(x)."""
     return times_sigmoid(x, x)
 
 
@@ -107,6 +108,7 @@ def gelu_tanh(x):
 
 @inline
 def gelu(x):
+    """Return x times the normal distribution function at x, in fp64."""
     return float32(0.5 * float(x) * math.erfc(-float(x) * 0.7071067811865476))
 
 
