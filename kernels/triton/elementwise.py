@@ -33,7 +33,7 @@ def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr
     tl.store(rstd + row, scale)
 
 
-def _row(width: int) -> dict[str, int]:
+def one_row(width: int) -> dict[str, int]:
     """Return the block and warps of one row."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
@@ -45,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     rows, width = x.shape
     out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     weight = aligned(weight.detach())
-    launch(_rms_norm, (rows,), x, x, weight, out, out, rstd, width, eps, ADD=False, **_row(width))
+    launch(_rms_norm, (rows,), x, x, weight, out, out, rstd, width, eps, ADD=False, **one_row(width))
     return out, rstd
 
 
@@ -57,7 +57,7 @@ def add_rms_norm(
     rows, width = x.shape
     total, out, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     weight = aligned(weight.detach())
-    launch(_rms_norm, (rows,), x, update, weight, total, out, rstd, width, eps, ADD=True, **_row(width))
+    launch(_rms_norm, (rows,), x, update, weight, total, out, rstd, width, eps, ADD=True, **one_row(width))
     return total, out
 
 
@@ -92,7 +92,7 @@ def rms_norm_backward(
     parts = x.new_empty((programs, width), dtype=torch.float32)
     launch(
         _rms_norm_backward, (programs,), grad, x, weight.contiguous(), rstd, grad_x, parts, rows, width,
-        ROWS=_ROWS, **_row(width),
+        ROWS=_ROWS, **one_row(width),
     )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype)
 

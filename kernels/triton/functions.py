@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..backend import UNARY
+from .elementwise import one_row
 from .launch import aligned, launch
 
 
@@ -45,11 +46,6 @@ def _top_k(x, ids, width, k, BLOCK: tl.constexpr):
         left = left & (j != best)
 
 
-def _row(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
-
-
 def unary(x: torch.Tensor, name: str) -> torch.Tensor:
     """Return a function of each element of x, in x's shape and dtype; `name` is one of UNARY."""
     return UNARY[name](x.double()).float().to(x.dtype)
@@ -58,19 +54,19 @@ def unary(x: torch.Tensor, name: str) -> torch.Tensor:
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Return the softmax of each row of x, fp32 [rows, width]."""
     out = x.new_empty(x.shape, dtype=torch.float32)
-    launch(_softmax, (x.shape[0],), aligned(x), out, x.shape[1], **_row(x.shape[1]))
+    launch(_softmax, (x.shape[0],), aligned(x), out, x.shape[1], **one_row(x.shape[1]))
     return out
 
 
 def row_sums(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return the sum of each row of x [rows, width] over `divisor`, fp32 [rows]."""
     out = x.new_empty(x.shape[0], dtype=torch.float32)
-    launch(_row_sums, (x.shape[0],), aligned(x), out, x.shape[1], float(divisor), **_row(x.shape[1]))
+    launch(_row_sums, (x.shape[0],), aligned(x), out, x.shape[1], float(divisor), **one_row(x.shape[1]))
     return out
 
 
 def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the columns of the k largest of each row of x, int64 [rows, k], largest first; of equals the lower one."""
     ids = x.new_empty(x.shape[0], k, dtype=torch.int64)
-    launch(_top_k, (x.shape[0],), aligned(x), ids, x.shape[1], k, **_row(x.shape[1]))
+    launch(_top_k, (x.shape[0],), aligned(x), ids, x.shape[1], k, **one_row(x.shape[1]))
     return ids
