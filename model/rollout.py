@@ -18,7 +18,7 @@ from .attention import AttentionCall
 from .coverage import UnderMode
 from .exact import is_exact
 from .experts import is_experts, pack_experts
-from .linear import ExactLinear, products
+from .linear import ExactLinear, UnsupportedModelError, products
 from .roles import ExactRMSNorm
 from .routing import hand_over
 from .selfcheck import SelfCheck
@@ -111,10 +111,24 @@ def pack_weights(model: PreTrainedModel) -> None:
         elif is_experts(module):
             pack_experts(module)
     if tied and head.packed is not None:
-        embedding.packed = head.packed
-        embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
-        own = type(embedding)  # whose forward may scale what it looks up
-        embedding.__class__ = PackedEmbedding if own is nn.Embedding else type(own.__name__, (own, PackedEmbedding), {})
+        _share(embedding, head.packed)
+
+
+@torch.no_grad()
+def _share(embedding: Any, packed: ops.PackedWeight) -> None:
+    """Have an embedding look its rows up in lm_head's packed weight; its own forward may scale them."""
+    ids = torch.arange(4, device=embedding.weight.device)
+    expected = embedding(ids)
+    own = type(embedding)
+    embedding.packed = packed
+    embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
+    embedding.__class__ = PackedEmbedding if own is nn.Embedding else type(own.__name__, (own, PackedEmbedding), {})
+    try:
+        same = torch.equal(embedding(ids), expected)
+    except (RuntimeError, IndexError):
+        same = False
+    if not same:
+        raise UnsupportedModelError(f"a tied {own.__name__} that doesn't look rows up as nn.Embedding does")
 
 
 class _Call(NamedTuple):

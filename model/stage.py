@@ -138,9 +138,9 @@ def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _enter(base: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Give a stage's first layer what the stage was given: the model's code may have scaled it, as embeddings."""
-    if args:
-        return (base.given, *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": base.given}
+    own = args[0] if args else kwargs["hidden_states"]
+    assert own.shape == base.given.shape, "a stage takes packed hidden states, [1, T, H]"
+    return (base.given, *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def fill_tables(model: PreTrainedModel) -> None:

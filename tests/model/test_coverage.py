@@ -201,6 +201,17 @@ def test_a_tied_scaled_embedding_is_kept_once_and_still_scales(tmp_path):
     assert not torch.equal(embedding.packed.rows(ids), before)
 
 
+def test_a_tied_embedding_that_reads_its_weight_in_its_own_way_is_refused(checkpoint):
+    class Other(nn.Embedding):
+        def forward(self, ids):
+            return self.weight[ids]
+
+    model = make_exact(plain(checkpoint("llama")))
+    model.get_input_embeddings().__class__ = Other
+    with pytest.raises(UnsupportedModelError, match="a tied Other"):
+        prepare_rollout(model)
+
+
 def fused(path, kind):
     """Whether each layer of an engine has a fused form."""
     model = exact_model(path)

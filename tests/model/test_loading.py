@@ -116,7 +116,7 @@ def test_a_shard_that_is_not_there_is_refused_by_name(load, shards, tmp_path):
     path = copy_of(shards, tmp_path)
     gone = sorted(path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(CheckpointError, match=rf"{gone.name} is named in .* but does not exist"):
+    with pytest.raises(CheckpointError, match=rf"{gone.name} is not there"):
         load(path)
 
 
