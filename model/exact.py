@@ -163,7 +163,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
             if type(head) is not nn.Linear:
                 raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
             head.__class__ = LMHead
-            head.exact = exact
+            head.exact = exact  # type: ignore[assignment]
         model.__class__ = scoring(type(model))
         model.config.use_cache = False
         if exact:
