@@ -158,18 +158,18 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     check_structure(model)
     restore = _restorer(model)
     try:
-        head: Any = model.get_output_embeddings()  # None in all stages but the last
+        head = model.get_output_embeddings()  # None in all stages but the last
         if head is not None:
             if type(head) is not nn.Linear:
                 raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
             head.__class__ = LMHead
-            head.exact = exact
+            head.exact = exact  # type: ignore[assignment]
         model.__class__ = scoring(type(model))
         model.config.use_cache = False
         if exact:
             _make_modules_exact(model)
         if head is not None:
-            head.scale = logit_scale(model)
+            head.scale = logit_scale(model)  # type: ignore[assignment]
         if exact:
             _check(model)
             connect_routers(model)
