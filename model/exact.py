@@ -158,7 +158,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     check_structure(model)
     restore = _restorer(model)
     try:
-        head: Any = model.get_output_embeddings()  # None in all stages but the last
+        head = model.get_output_embeddings()  # None in all stages but the last
         if head is not None:
             if type(head) is not nn.Linear:
                 raise UnsupportedModelError(f"lm_head is a {type(head).__name__}; nn.Linear is covered")
@@ -169,7 +169,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         if exact:
             _make_modules_exact(model)
         if head is not None:
-            head.scale = logit_scale(model)
+            head.scale = logit_scale(model)  # type: ignore[assignment]
         if exact:
             _check(model)
             connect_routers(model)
