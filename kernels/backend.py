@@ -50,11 +50,11 @@ class Sampled(NamedTuple):
     thresholds: Tensor
 
 
-UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # what `Backend.unary` computes, as torch has it
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # what `Backend.unary` computes; no form here cancels digits
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": lambda x: 0.5 * x * torch.erfc(-0.7071067811865476 * x),
+    "gelu_pytorch_tanh": lambda x: x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)),
     "tanh": torch.tanh,
     "exp": torch.exp,
     "log": torch.log,

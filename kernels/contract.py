@@ -86,9 +86,14 @@ def _row_stable(run, x: torch.Tensor) -> bool:
     finally:
         torch.set_num_threads(threads)
     parts = [(start, count) for count in (1, 2, 3, 4, 7, 16) for start in (0, x.shape[0] - count)]
-    return torch.equal(whole, single) and all(
-        torch.equal(run(x[a : a + n].contiguous()), whole[a : a + n]) for a, n in parts
+    return _same_bytes(whole, single) and all(
+        _same_bytes(run(x[a : a + n].contiguous()), whole[a : a + n]) for a, n in parts
     )
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are the same bits; NaN, which sums of overflows are, equals itself."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:

@@ -152,7 +152,8 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
     """Make the ops of a HF causal LM exact, in place, by swapping its modules' classes; parameters stay as they are.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
-    UnsupportedModelError, naming module and op, and leaves the model as it was.
+    UnsupportedModelError, naming module and op, or NumericsError where this machine can't keep the promise, and leaves
+    the model as it was.
     """
     check_config(model.config)
     check_structure(model)
@@ -168,6 +169,7 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         model.config.use_cache = False
         if exact:
             _make_modules_exact(model)
+            probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)])
         if head is not None:
             head.scale = logit_scale(model)  # type: ignore[assignment]
         if exact:
@@ -347,12 +349,9 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
-    """Finish loading: check the values, swap the ops, probe that this machine keeps the promise. Return the model."""
+    """Finish loading: check the values, and make the ops exact. Return the model."""
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
     ops.backend(model.device).warm_up(model.dtype, model.device)
-    model = make_exact(model, exact)
-    if exact:
-        probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)])
-    return model
+    return make_exact(model, exact)

@@ -366,7 +366,12 @@ def edge_of(row, top_k=0, top_p=1.0) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama3-bias", "float16"), ("qwen3", "bfloat16"), ("mistral", "float32")]
+    ("family", "dtype"),
+    [
+        ("llama3-bias", "float16"),
+        ("mistral", "float32"),
+        pytest.param("qwen3", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     """The engine's property test, on these kernels, each product with a random tile: biases; norms of q and k; a
@@ -439,7 +444,7 @@ def test_gradients_are_the_cpus(checkpoint):
         assert error(grad, grads[1][name].double(), grads[1][name].abs().max()) < 1e-4, name
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90, 100])
 def test_kernels_compile(capability, tmp_path):
     """For Ampere, Hopper and Blackwell, without one of them."""
     script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"

@@ -79,7 +79,7 @@ UNCOVERED = {
     "token shift": (shift, "depends on the one beside it|differs from the same one"),
     "largest over tokens": (lambda x: x / x.amax(1, keepdim=True), "depends on the one beside it"),
     "complex numbers": (lambda x: (x * torch.complex(x, x)).real, "complex"),
-    "a scaled sum": (lambda x: torch.add(x, x, alpha=0.3), "torch function .*add has"),
+    "a scaled sum": (lambda x: torch.add(x, x, alpha=0.3), "torch.add with alpha has"),
     "reversal": (lambda x: x.flip(1), "depends on the one beside it, or a token on one after it"),
 }
 

@@ -103,7 +103,7 @@ class Model:
         return 200
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_client_walks_through_the_table(paths, seed):
     rng = random.Random(seed)
     labels = itertools.count(1)

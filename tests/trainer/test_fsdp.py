@@ -54,7 +54,7 @@ SETTINGS = [
     (2, 1, "bfloat16", True, False, {"top_p": 0.8}, "qwen2"),
     (1, 2, "bfloat16", False, True, {"min_p": 0.05}, "mistral"),
     (2, 1, "bfloat16", False, False, {"temperature": 1.0, "min_tokens": 5}, "llama3-bias"),
-    (2, 2, "float32", False, True, {}, "llama"),
+    pytest.param(2, 2, "float32", False, True, {}, "llama", marks=pytest.mark.slow),
     (2, 1, "float16", True, False, {"top_p": 0.9}, "qwen3"),
     (1, 1, "float32", False, False, {}, "glm4_moe"),
     (2, 1, "bfloat16", True, True, {"temperature": 0.8}, "qwen3_moe"),
@@ -93,7 +93,10 @@ def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, wo
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "gradients differ from run to run"
 
 
-@pytest.mark.parametrize(("dtype", "master"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [("float32", False), pytest.param("bfloat16", False, marks=pytest.mark.slow), ("bfloat16", True)],
+)
 def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dtype, master):
     """Sharded with its base; updates bring the adapter alone. An adapter in fp32 on a base in bf16, too."""
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
@@ -104,7 +107,10 @@ def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dt
     assert found["logprobs"][0] != found["logprobs"][1], "the optimizer did not move the adapter"
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "float32"), ("glm4_moe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_moe", "float32"), pytest.param("glm4_moe", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_three_rounds_of_training_experts_stay_equal_and_repeat(tmp_path, family, dtype):
     """Experts sharded over 2 ranks; updates of FSDP2's module bring a router's bias, a buffer, too."""
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}

@@ -186,7 +186,7 @@ def test_ranks_end_in_peace_when_gloos_threads_are_late(tiny, tmp_path):
         ("process group", {}),
         ("directory", {}),
         ("directory", {"replicas": 2}),
-        ("process group", {"replicas": 2, "pipeline_parallel_size": 2}),
+        pytest.param("process group", {"replicas": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             "process group", {"replicas": 2, "pipeline_parallel_size": 2, "backend": "ray"}, marks=pytest.mark.slow
         ),
