@@ -28,6 +28,7 @@ from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 from samebits.kernels.triton.launch import INTERPRETED
 from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
+from samebits.model.linear import UnsupportedModelError
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
@@ -414,13 +415,16 @@ def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):
 
 
 def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
-    """The load refuses it; without the probe that does so, the property test finds it."""
+    """The load refuses it; without the probe and the comparison that do so, the property test finds it."""
     path, rng = checkpoint("llama", vocab_size=257, num_hidden_layers=1), random.Random(0)
     with monkeypatch.context() as patch:
         patch.setattr(linear, "chunks", lambda depth, features: rng.choice((1, 2)))
         with pytest.raises(NumericsError, match="different bits in different batches"):
             exact_model(path)
         patch.setattr("samebits.model.exact.probe", lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match="depends on the one beside it"):
+            exact_model(path)
+        patch.setattr("samebits.model.selfcheck._same_bytes", lambda *_: True)
         requests = [(list(range(3, 30)), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))]
         results, _ = run_schedule(path, "float32", rng, requests, models := [exact_model(path)])
         with pytest.raises(AssertionError):
