@@ -15,7 +15,7 @@ MARGIN = 0.01  # expected cosines closer than this are the same for practice
 MAX_BIAS = 0.05  # a direction bias of a twentieth of the gradient is none, for practice
 _FEWEST_UNITS = 10  # below, a bootstrap means nothing
 _WIDEST = 5  # margins: half of the widest interval of the best cosine that is still worth a choice
-_PARTS = 8  # of the resamples, each asked for a verdict: a choice on the edge of a limit is chance
+_PARTS = 16  # of the resamples, each asked for a verdict: a choice on the edge of a limit is chance
 _CHANCE = 0.05  # of resamples: a candidate that fewer pick is not named beside another
 
 
