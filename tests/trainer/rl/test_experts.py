@@ -5,8 +5,9 @@ import torch
 
 from samebits import SamplingParams
 from samebits.trainer.rl import TrainConfig, Trainer
-from samebits.trainer.rl.tasks import Problem
 from samebits.trainer.rl.tiny import make_tiny_model
+
+from helpers.digits import Digits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -14,18 +15,6 @@ SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "moe_intermediate_size": 24, "initializer_range": 0.3,
 }  # fmt: skip
-
-
-class Digits:
-    """Rewards the share of even digits."""
-
-    alphabet = "0123456789+="
-
-    def problem(self, index, split="train"):
-        return Problem(f"{index % 7}{index % 10}+=", "0")
-
-    def reward(self, problem, text):
-        return sum(c in "02468" for c in text) / max(1, len(text))
 
 
 @pytest.fixture(scope="module")

@@ -25,20 +25,10 @@ from samebits.trainer.rl.tasks import TASKS, JsonlTask, MathGrader, Problem
 from samebits.trainer.rl.tiny import fine_tune, make_tiny_model
 from samebits.trainer.verify import falsify
 
+from helpers.digits import Digits
+
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES["num_key_value_heads"] = 1
-
-
-class Digits:
-    """Rewards the share of even digits: no model is so bad that it gets none."""
-
-    alphabet = "0123456789+="
-
-    def problem(self, index, split="train"):
-        return Problem(f"{index % 7}{index % 10}+=", "0")
-
-    def reward(self, problem, text):
-        return sum(c in "02468" for c in text) / max(1, len(text))
 
 
 @pytest.fixture(scope="session")
