@@ -66,3 +66,23 @@ def dense(x, gate_up, down, ids, weights):
         weight = (weights * (ids == expert)).sum(-1, keepdim=True)
         total = total + weight * ((F.silu(gate) * up) @ down[expert].t())
     return total
+
+
+def check_by_fp64_twice(size):
+    """Hold values and gradients of `ops.experts` against fp64, and against a second run as bytes. size: of `layer`."""
+    x, gate_up, down, ids, weights = layer(*size)
+    upstream = torch.randn(x.shape)
+    inputs = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    exact = dense(*wide[:3], ids, wide[3])
+    expected = torch.autograd.grad(exact, wide, upstream.double())
+
+    def run():
+        out = ops.experts(x, gate_up, down, ids, weights, "silu")
+        return out, torch.autograd.grad(out, inputs, upstream)
+
+    out, grads = run()
+    assert ((out - exact).abs() <= 64 * EPS * exact.abs().max()).all()
+    for grad, reference in zip(grads, expected, strict=True):
+        assert (grad - reference).abs().max() <= 64 * EPS * reference.abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(run()[1], grads, strict=True))

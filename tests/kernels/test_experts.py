@@ -7,7 +7,7 @@ import torch
 
 from samebits.kernels import cpu, ops
 
-from helpers.experts import EPS, dense, layer, packed
+from helpers.experts import EPS, check_by_fp64_twice, layer, packed
 
 SIZES = [(1, 40, 24, 7, 3), (37, 64, 72, 5, 5), (130, 50, 33, 13, 2), (512, 49, 20, 31, 8)]  # T, H, I, E, k
 
@@ -105,22 +105,7 @@ def test_packed_weights_can_take_the_memory_of_others():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_values_and_gradients_are_those_of_fp64_and_repeat(size, threads):
-    x, gate_up, down, ids, weights = layer(*size)
-    upstream = torch.randn(x.shape)
-    inputs = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-    exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
-    exact = dense(*exact_inputs[:3], ids, exact_inputs[3])
-    expected = torch.autograd.grad(exact, exact_inputs, upstream.double())
-
-    def run():
-        out = ops.experts(x, gate_up, down, ids, weights, "silu")
-        return out, torch.autograd.grad(out, inputs, upstream)
-
-    out, grads = run()
-    assert ((out - exact).abs() <= 64 * EPS * exact.abs().max()).all()
-    for grad, reference in zip(grads, expected, strict=True):
-        assert (grad - reference).abs().max() <= 64 * EPS * reference.abs().max()
-    assert all(torch.equal(a, b) for a, b in zip(run()[1], grads, strict=True))
+    check_by_fp64_twice(size)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4))[1:])

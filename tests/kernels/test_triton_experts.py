@@ -14,7 +14,7 @@ from samebits.kernels import triton as kernels
 from samebits.kernels.exact_mode import ExactMode
 from samebits.kernels.triton.schedules import Tile
 
-from helpers.experts import EPS, FREE, ROWS, UNARY, dense, layer, packed
+from helpers.experts import EPS, FREE, ROWS, UNARY, check_by_fp64_twice, layer, packed
 from helpers.interpreter import interpreted
 
 # numpy's, about NaN in lanes that a mask drops
@@ -79,22 +79,7 @@ def test_experts_with_no_one_or_all_tokens(rows):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_values_and_gradients_are_those_of_fp64_and_repeat(size):
-    x, gate_up, down, ids, weights = layer(*size)
-    upstream = torch.randn(x.shape)
-    inputs = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    exact = dense(*wide[:3], ids, wide[3])
-    expected = torch.autograd.grad(exact, wide, upstream.double())
-
-    def run():
-        out = ops.experts(x, gate_up, down, ids, weights, "silu")
-        return out, torch.autograd.grad(out, inputs, upstream)
-
-    out, grads = run()
-    assert ((out - exact).abs() <= 64 * EPS * exact.abs().max()).all()
-    for grad, reference in zip(grads, expected, strict=True):
-        assert (grad - reference).abs().max() <= 64 * EPS * reference.abs().max()
-    assert all(torch.equal(a, b) for a, b in zip(run()[1], grads, strict=True))
+    check_by_fp64_twice(size)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES["cuda"])
