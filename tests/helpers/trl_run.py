@@ -95,6 +95,7 @@ def main(job_file: str, result_file: str) -> None:
     result = run(**job)
     if state.PartialState().is_main_process:
         pathlib.Path(result_file).write_text(json.dumps(result))
+    torch.distributed.barrier()  # a rank that leaves early may end the others' threads with an abort
     torch.distributed.destroy_process_group()
 
 
