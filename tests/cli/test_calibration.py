@@ -44,6 +44,12 @@ def files(checkpoint, tmp_path_factory):
     return exact_model(path), noisy, exact
 
 
+@pytest.fixture(scope="module")
+def plain(files):
+    """The calibration of these files as they are; it only gets read."""
+    return calibrated(files)
+
+
 def calibrated(files, noisy=None, exact=None, params=PARAMS, model=None, **settings):
     return calibration.calibrate_files(noisy or files[1], exact or files[2], model or files[0], params, **settings)
 
@@ -65,8 +71,8 @@ def changed(path, target, change):
     return target
 
 
-def test_orders_and_parts_of_files_change_no_byte(files, tmp_path):
-    expected = facts(calibrated(files))
+def test_orders_and_parts_of_files_change_no_byte(files, plain, tmp_path):
+    expected = facts(plain)
     shuffled, parts = tmp_path / "shuffled.jsonl", tmp_path / "parts"
     lines = files[1].read_text().splitlines(keepends=True)
     random.Random(0).shuffle(lines)
@@ -273,11 +279,10 @@ def test_a_page_without_a_folder_is_refused_before_the_work(tmp_path):
         assert "no such folder" in str(done.exception)
 
 
-def test_the_verdict_is_the_same_on_page_console_and_in_json(files):
-    found = calibrated(files)
-    verdict = found.result.verdict
-    numbers = json.loads(report.strict_json(report.calibration_numbers(found, {})))
-    parts = report.calibration(found, {})
+def test_the_verdict_is_the_same_on_page_console_and_in_json(plain):
+    verdict = plain.result.verdict
+    numbers = json.loads(report.strict_json(report.calibration_numbers(plain, {})))
+    parts = report.calibration(plain, {})
     assert numbers["verdict"]["headline"] == verdict.headline
     for text in (report.markdown(parts), report.page("x", parts)):
         assert verdict.headline in text
@@ -286,14 +291,13 @@ def test_the_verdict_is_the_same_on_page_console_and_in_json(files):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])
-def test_the_page_fits_its_window_and_follows_the_scheme(files, tmp_path, width, scheme):
+def test_the_page_fits_its_window_and_follows_the_scheme(plain, tmp_path, width, scheme):
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium")
-    found = calibrated(files)
     path = tmp_path / "calibration.html"
-    path.write_text(report.page("Calibration", report.calibration(found, {"verl": "rollout_is: token"})))
+    path.write_text(report.page("Calibration", report.calibration(plain, {"verl": "rollout_is: token"})))
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)

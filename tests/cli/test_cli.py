@@ -1,6 +1,9 @@
 """The command line and the examples, run as a user runs them."""
 
+import contextlib
 import dataclasses
+import gc
+import io
 import json
 import os
 import pathlib
@@ -12,6 +15,7 @@ import sys
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from samebits import __version__
@@ -32,13 +36,36 @@ def run(*command, **kwargs):
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, **kwargs)
 
 
-def samebits(*args, **kwargs):
-    return run("-c", "from samebits.cli.main import main; main()", *args, **kwargs)
+def started(*args):
+    """`samebits` in a process of its own."""
+    return run("-c", "from samebits.cli.main import main; main()", *args)
+
+
+def samebits(*args, input=""):
+    """The same in this process, which has its imports behind it: they cost more than most commands."""
+    command = ["samebits", *map(str, args)]
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setenv("COLUMNS", "120")
+        patch.setattr(main, "console", Console())
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "stdin", io.StringIO(input))
+        try:
+            main.main()
+        except SystemExit as end:
+            code = end.code
+    gc.collect()  # an engine's KV pool
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def test_generate_prints_the_same_json_for_the_same_seed(smollm2):
     args = ("generate", smollm2, "The capital of France is", "-n", 2, "--max-tokens", 8, "--seed", 3, "--json")
-    first, second = samebits(*args), samebits(*args)
+    first, second = started(*args), samebits(*args)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     assert len(result["completions"]) == 2

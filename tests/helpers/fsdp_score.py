@@ -1,6 +1,4 @@
-"""Run by torchrun: scores sequences under FSDP2 in several ways, optionally after optimizer steps; rank 0 saves."""
-
-import sys
+"""A rank that scores sequences under FSDP2 in several ways, optionally after optimizer steps; rank 0 saves."""
 
 import torch
 import torch.distributed as dist
@@ -81,7 +79,3 @@ def train(model, job) -> dict:
         optimizer.step()
         assert llm.update_weights(model) == step + 1
     return {"equal": equal, "logprobs": moved, "gradients": gradients}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

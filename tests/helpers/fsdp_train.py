@@ -1,4 +1,4 @@
-"""Run by torchrun: one step of a trainer, its rollouts and gradients; or a run in which a rank dies or fails."""
+"""A rank of a trainer: one step, its rollouts and gradients; or a run in which a rank dies or fails."""
 
 import errno
 import os

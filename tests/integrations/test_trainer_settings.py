@@ -1,14 +1,18 @@
 """Written settings have names that exist, what can't be parsed whole is refused, and each trainer's loss is ours."""
 
+import itertools
+
 import pytest
 import torch
 
 from samebits.correction import PRESETS, Correction, Gate, LogProbs, Statistic, Weight, policy_loss, preset
 from samebits.integrations.corrections import (
     from_areal,
+    from_miles,
     from_prime_rl,
     from_skyrl,
     from_slime,
+    from_trl,
     from_verl,
     to_miles,
     to_slime,
@@ -71,6 +75,61 @@ def test_written_names_exist_in_the_stated_versions():
             assert set(config) <= MILES_2026_08
             seen.add(config.get("custom_tis_function_path"))
         assert seen == paths | {None}, "a path is never written: this case proves nothing"
+
+
+def combinations(**options):
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+
+
+IS = "vllm_importance_sampling"
+LEVELS = ("token", "sequence", "geometric")
+OPTIONS = {
+    from_verl: (to_verl, combinations(
+        rollout_is=(None, "token", "sequence"), rollout_rs=(None, *sorted(VERL_091_RS)), rollout_rs_threshold=(2.0,),
+        rollout_is_batch_normalize=(False, True), bypass_mode=(False, True), loss_type=("ppo_clip", "reinforce"),
+    )),
+    from_trl: (to_trl, combinations(**{
+        f"{IS}_correction": (False, True), f"{IS}_clip_min": (None, 0.5), "off_policy_mask_threshold": (None, 0.1),
+        f"{IS}_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    })),
+    from_miles: (to_miles, combinations(
+        use_tis=(True,), tis_level=LEVELS, tis_mode=("truncate", "clip", "mask"), use_rs=(False, True), rs_level=LEVELS,
+        tis_batch_normalize=(False, True), use_opsm=(False, True), rs_veto_threshold=(None, 1e-4),
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", OPTIONS)
+def test_every_combination_of_options_is_translated_whole_or_refused_by_name(read):
+    """What is read and written again is read as the same correction: nothing was dropped on the way."""
+    write, configs = OPTIONS[read]
+    found = []
+    for config in configs:
+        if config.get("tis_batch_normalize") and config["tis_level"] == "geometric":
+            with pytest.raises(ValueError, match="refuses tis_batch_normalize"):
+                read(config)
+            continue
+        mode, correction, _ = read(config)
+        written = write(mode, correction) if mode != "recompute" else config
+        assert read(written)[:2] == (mode, correction), config
+        found.append((mode, correction))
+    assert len({repr(each) for each in found}) > len(found) / 4, "options change nothing: this case proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("read", "config", "name"),
+    [
+        (from_verl, {"rollout_rs": "sequence", "rollout_rs_threshold": 2}, "rollout_rs='sequence'"),
+        (from_verl, {"rollout_token_veto_threshold": 1e-4}, "rollout_token_veto_threshold"),
+        (from_trl, {"loss_type": "vespo"}, "loss_type"),
+        (from_trl, {"use_bias_correction_kl": True}, "use_bias_correction_kl"),
+        (from_miles, {"use_unbiased_kl": True}, "use_unbiased_kl"),
+        (from_miles, {"use_rollout_routing_replay": True}, "use_rollout_routing_replay"),
+    ],
+)
+def test_options_that_are_no_weight_and_no_gate_are_refused_by_name(read, config, name):
+    with pytest.raises(ValueError, match=name):
+        read(config)
 
 
 def test_kpop_is_not_written_for_verl_but_read_with_a_note():

@@ -1,9 +1,6 @@
 """Engine against an FSDP2 trainer in processes of its own: the same bits."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,22 +9,17 @@ from transformers import AutoModelForCausalLM
 from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers import fsdp_score
 from helpers.adapters import lora
 from helpers.moe import save_tiny_moe
+from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "fsdp_score.py"
 
-
-def torchrun(world: int, job: dict, folder: pathlib.Path) -> dict:
+def scored(world: int, job: dict, folder: pathlib.Path) -> dict:
     torch.save(job, folder / "job.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
-    run = subprocess.run(
-        [*command, str(folder / "job.pt"), str(folder / "out.pt")], env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[:3000]
+    run_ranks(world, fsdp_score.main, str(folder / "job.pt"), str(folder / "out.pt"))
     return torch.load(folder / "out.pt")
 
 
@@ -73,7 +65,7 @@ def test_fsdp_trainer_recomputes_the_rollout_bit_for_bit(
     sequences = [o.prompt_token_ids + c.token_ids for o in outputs for c in o.completions]
     lens = [len(o.prompt_token_ids) for o in outputs for _ in o.completions]
     job = job_of(path, dtype, full, threads=threads, checkpointing=checkpointing, master=master)
-    scores = torchrun(world, {**job, "sequences": sequences, "prompt_lens": lens}, tmp_path)
+    scores = scored(world, {**job, "sequences": sequences, "prompt_lens": lens}, tmp_path)
     rollout = [torch.tensor(c.logprobs) for o in outputs for c in o.completions]
     assert len(scores) == (3 if "min_tokens" in sampling else 5)
     for way, found in scores.items():
@@ -85,10 +77,10 @@ def test_fsdp_trainer_recomputes_the_rollout_bit_for_bit(
 def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, world, dtype, checkpointing):
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
     job = job_of(checkpoint("llama"), dtype, sampling, rounds=3, master=True, checkpointing=checkpointing)
-    first = torchrun(world, {**job, "prompts": PROMPTS}, tmp_path)
+    first = scored(world, {**job, "prompts": PROMPTS}, tmp_path)
     assert first["equal"] == [True] * 3
     assert first["logprobs"][0] != first["logprobs"][1], "the optimizer did not move the weights"
-    again = torchrun(world, {**job, "prompts": PROMPTS}, tmp_path)
+    again = scored(world, {**job, "prompts": PROMPTS}, tmp_path)
     for a, b in zip(first["gradients"], again["gradients"], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "gradients differ from run to run"
 
@@ -102,7 +94,7 @@ def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dt
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
     settings = {"rounds": 3, "master": master, "checkpointing": not master, "adapter": lora()}
     job = job_of(checkpoint("qwen3"), dtype, sampling, **settings)
-    found = torchrun(2, {**job, "prompts": PROMPTS}, tmp_path)
+    found = scored(2, {**job, "prompts": PROMPTS}, tmp_path)
     assert found["equal"] == [True] * 3
     assert found["logprobs"][0] != found["logprobs"][1], "the optimizer did not move the adapter"
 
@@ -117,7 +109,7 @@ def test_three_rounds_of_training_experts_stay_equal_and_repeat(tmp_path, family
     path = save_tiny_moe(tmp_path / "model", family)
     job = job_of(path, dtype, sampling, rounds=3, master=dtype != "float32", checkpointing=dtype == "float32")
     prompts = [[5, 6, 7], [60] * 40, list(range(10, 43)), [3]]
-    first, again = (torchrun(2, {**job, "prompts": prompts}, tmp_path) for _ in range(2))
+    first, again = (scored(2, {**job, "prompts": prompts}, tmp_path) for _ in range(2))
     assert first["equal"] == [True] * 3
     assert first["logprobs"][0] != first["logprobs"][1], "the optimizer did not move the weights"
     for a, b in zip(first["gradients"], again["gradients"], strict=True):

@@ -14,6 +14,8 @@ from samebits.trainer import exact_model
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
 from samebits.trainer.rl.tiny import make_tiny_model
 
+from helpers import fsdp_train
+from helpers.ranks import run_ranks
 from helpers.serving import Serving
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "helpers" / "fsdp_train.py"
@@ -27,18 +29,28 @@ def tiny(tmp_path_factory):
     return str(folder)
 
 
-def torchrun(
-    world: int, tiny: str, folder: pathlib.Path, action="step", engine_url=None, sync_dir=None, **changes
-) -> subprocess.CompletedProcess:
+def job_of(tiny: str, folder: pathlib.Path, action="step", engine_url=None, sync_dir=None, **changes) -> list[str]:
+    """Files of a job and of its result."""
     folder.mkdir()
     job = {"model": tiny, "output_dir": str(folder), "action": action, "engine_url": engine_url}
     job |= {"sync_dir": sync_dir, "changes": changes}
     torch.save(job, folder / "job.pt")
+    return [str(folder / "job.pt"), str(folder / "out.pt")]
+
+
+def torchrun(world: int, *job, **more) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(SCRIPT)]
     return subprocess.run(
-        [*command, str(folder / "job.pt"), str(folder / "out.pt")],
+        [*command, *job_of(*job, **more)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def trained(world: int, *job, **more):
+    """The result of a job whose ranks start without torchrun, which is sooner."""
+    files = job_of(*job, **more)
+    run_ranks(world, fsdp_train.main, *files)
+    return torch.load(files[1])
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +121,7 @@ def test_a_killed_worker_ends_the_launcher_and_the_last_checkpoint_loads(tiny, t
 
 
 def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, tmp_path):
-    run = torchrun(2, tiny, tmp_path / "run", "fail_alone", steps=1)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (first, old), (second, new) = torch.load(tmp_path / "run" / "out.pt")
+    (first, old), (second, new) = trained(2, tiny, tmp_path / "run", "fail_alone", steps=1)
     assert new[0] == old[0] + 1 and new[1] == old[1] > new[0], "ranks are at one version again"
     for seen in (first, second):
         evaluate, step, save, weights, again, sync, load, after = seen
@@ -134,9 +144,8 @@ def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, 
     ],
 )
 def test_two_ranks_resume_to_the_bit(tiny, tmp_path, changes):
-    run = torchrun(2, tiny, tmp_path / "run", "fit_in_parts", **changes)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (whole, validation, weights), (parts, validation2, weights2) = torch.load(tmp_path / "run" / "out.pt")
+    found = trained(2, tiny, tmp_path / "run", "fit_in_parts", **changes)
+    (whole, validation, weights), (parts, validation2, weights2) = found
     assert len(whole) == 4 and validation == validation2
     assert all(torch.equal(weights[name], weights2[name]) for name in weights)
     for a, b in zip(whole, parts, strict=True):
@@ -146,9 +155,7 @@ def test_two_ranks_resume_to_the_bit(tiny, tmp_path, changes):
 
 
 def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
-    run = torchrun(2, tiny, tmp_path / "run", "fit_in_parts", staleness=1)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (whole, *_), _ = torch.load(tmp_path / "run" / "out.pt")
+    (whole, *_), _ = trained(2, tiny, tmp_path / "run", "fit_in_parts", staleness=1)
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
 
 
@@ -199,9 +206,7 @@ def test_an_engine_behind_http_keeps_the_bits_through_updates(results, tiny, tmp
         request.getfixturevalue("ray_cluster")
     sync_dir = str(tmp_path / "weights") if through == "directory" else None
     with Serving(tiny, engine) as server, contextlib.closing(server.llm):
-        run = torchrun(2, tiny, tmp_path / "run", engine_url=server.url, sync_dir=sync_dir)
-        assert run.returncode == 0, run.stderr[-3000:]
-        found = torch.load(tmp_path / "run" / "out.pt")
+        found = trained(2, tiny, tmp_path / "run", engine_url=server.url, sync_dir=sync_dir)
         assert server.llm.weight_version == 3  # the trainer's own at the start, and two updates
     here = results[1][2]
     for (_, tokens, logprobs), (_, there, remote) in zip(here["rollouts"], found["rollouts"][:20], strict=True):
