@@ -140,8 +140,8 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
 
 
 def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) -> dict[str, Any]:
-    """Rows of a packed prefill against the same rows decoded alone, with every number of splits; gradients again and
-    again, and who computes them."""
+    """Rows of a packed prefill against the same rows decoded alone, with every number of splits; the gradients of all
+    that may compute them against fp64, and again and again."""
     report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}, "information": {}}
     total = sum(lengths)
     steps = 20 if total > 100 else 3
@@ -167,6 +167,13 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
         given = q, k, v, out, lse, q.flip(0), lengths, dim**-0.5, window
         served = gradients.library_serves(device, dtype, heads // kv_heads, dim, window > 0)
         report["information"][f"{name} window {window}: backward by a library"] = served
+        exact = gradients.exact_gradients(q, k, v, q.flip(0), *given[6:])
+        for backward in [gradients._triton_backward, gradients._library_backward][: 1 + served]:
+            errors = [gradients.gradient_error(a, b) for a, b in zip(backward(*given), exact, strict=True)]
+            report["compared"] += 1
+            report["information"][f"{name} window {window}: errors of {backward.__name__}"] = errors
+            if not max(errors) < gradients.BUDGETS[dtype]:
+                report["differ"].append(f"{name} window {window}: {backward.__name__} and fp64, by {errors}")
         first = gradients.attention_backward(*given)
         for _ in range(steps):
             report["compared"] += 1

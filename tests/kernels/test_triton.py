@@ -210,6 +210,14 @@ def dense_backward(q, k, v, out, lse, grad, lengths, scale, window):
     return tuple(torch.cat(t) for t in zip(*parts, strict=True))
 
 
+def without_a_block(q, k, v, out, lse, grad, *rest):
+    """The last queries of the first sequence give nothing to its first keys."""
+    found = dense_backward(q, k, v, out, lse, grad, *rest)
+    first_queries = torch.arange(len(q))[:, None, None] < 640
+    found[2][:64] = dense_backward(q, k, v, out, lse, grad * first_queries, *rest)[2][:64]
+    return found
+
+
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
     """torch's has no kernel for a CPU: it must be refused, and so must one that is wrong or never the same."""
@@ -221,7 +229,6 @@ def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
     ours = backward._triton_backward(*given)
 
     def served(function):
-        backward.library_serves.cache_clear()
         monkeypatch.setattr(backward, "_library_backward", function)
         found = kernels.attention_backward(*given)
         assert backward.library_serves(*where) != all(map(torch.equal, found, ours))
@@ -229,9 +236,21 @@ def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
 
     assert not served(backward._library_backward)
     assert served(dense_backward)
-    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.5, *a[5:]))
-    assert not served(lambda *a: tuple(t + torch.rand(()) / 256 for t in dense_backward(*a)))
-    backward.library_serves.cache_clear()
+    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.05, *a[5:]))
+    assert not served(lambda *a: tuple(t + torch.rand(()) / 4096 for t in dense_backward(*a)))
+    assert served(without_a_block) == (window > 0), "within a window they have nothing to give"
+
+
+def test_the_reference_of_gradients_is_the_tests_own():
+    """It judges the kernels on a GPU, and here it is judged by code that shares nothing with it."""
+    lengths = [70, 1, 33]
+    q, k, v, upstream = (torch.randn(sum(lengths), heads, 20) for heads in (4, 2, 2, 4))
+    for window in (0, 40):
+        wide = [t.double().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(reference_attention(*wide, lengths, 0.3, window), wide, upstream.double())
+        found = backward.exact_gradients(q, k, v, upstream, lengths, 0.3, window)
+        for a, b in zip(found, expected, strict=True):
+            assert error(a, b, 1.0) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
