@@ -6,8 +6,7 @@ with the forward's output and log-sum-exp.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,11 +18,10 @@ import triton.language as tl
 from ..backend import NumericsError
 from ..layout import to_device
 from .attention import padded_width
-from .launch import launch, multiprocessors, shared_memory
+from .launch import launch, shared_memory
+from .library_backward import candidate
 
-_MOST_BYTES = 1 << 30
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of `gradient_error`
-_mode = threading.Lock()  # torch has one for the process
 
 
 @triton.jit
@@ -151,25 +149,6 @@ def _triton_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: flo
     return grads
 
 
-def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """Return the gradients by FlashAttention-2 (Dao, 2023) in its deterministic mode, an operator of torch's."""
-    starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), q.device)
-    state, most = torch.zeros(2, dtype=torch.uint64, device=q.device), max(lengths)
-    settings: Any = torch.utils.deterministic
-    with _mode:
-        before, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-        settings.fill_uninitialized_memory = False  # gradients are written whole
-        torch.set_deterministic_debug_mode("error")  # not use_deterministic_algorithms: that sets up Inductor, too
-        try:
-            return torch.ops.aten._flash_attention_backward(
-                grad, q, k, v, out, lse.t().contiguous(), starts, starts, most, most, 0.0, True, state, state[:0],
-                scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
-            )  # fmt: skip
-        finally:
-            settings.fill_uninitialized_memory = fill
-            torch.set_deterministic_debug_mode(before)
-
-
 def dense_attention(q, k, v, lengths: Sequence[int], scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return packed causal attention [T, heads, D] and log-sum-exp [T, heads] by plain torch, differentiable.
 
@@ -230,9 +209,21 @@ def is_proven(backward: Any, device: torch.device, dtype: torch.dtype, group: in
     return same and all(gradient_error(a, b) < BUDGETS[dtype] for a, b in zip(first, exact, strict=True))
 
 
-def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: int, windowed: bool) -> bool:
-    """Return True if torch's operator has proven itself on such heads."""
-    return is_proven(_library_backward, device, dtype, group, dim, windowed)
+def serving_backward(q: torch.Tensor, kv_heads: int, lengths: Sequence[int], window: int) -> Callable[..., Any]:
+    """Return what computes the gradients of such queries: torch's candidate if it has proven itself, or our kernels.
+
+    Raises NumericsError on a GPU where our kernels would have to serve, but don't agree with fp64.
+    """
+    where = q.device, q.dtype, q.shape[1] // kv_heads, q.shape[2], window > 0
+    library = candidate(q, lengths)
+    if library is not None and is_proven(library, *where):
+        return library
+    if q.is_cuda and not is_proven(_triton_backward, *where):
+        raise NumericsError(
+            f"attention's gradients for head_dim {q.shape[2]} in {q.dtype} are not those of fp64 on this GPU, with "
+            f"Triton {triton.__version__}: try another version of it, and please report this one"
+        )
+    return _triton_backward
 
 
 def attention_backward(
@@ -249,17 +240,8 @@ def attention_backward(
     """Return the gradients of q, k and v in their dtype, for packed sequences [T, heads, D].
 
     out, grad [T, heads, D]; lse [T, heads] fp32; lengths: of the sequences; window: keys a query sees, 0 is all.
-    Raises NumericsError on a GPU where our kernels would have to serve, but don't agree with fp64.
+    Raises NumericsError as `serving_backward` does.
     """
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
-    where = q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], window > 0
-    served = library_serves(*where)
-    # In its deterministic mode it has an fp32 gradient of q for each of many programs.
-    copies = -(-multiprocessors(q.device) // max(1, len(lengths) * q.shape[1]))
-    served = served and copies * 4 * q.numel() <= _MOST_BYTES
-    if q.is_cuda and not served and not is_proven(_triton_backward, *where):
-        raise NumericsError(
-            f"attention's gradients for head_dim {q.shape[2]} in {q.dtype} are not those of fp64 on this GPU, with "
-            f"Triton {triton.__version__}: try another version of it, and please report this one"
-        )
-    return (_library_backward if served else _triton_backward)(q, k, v, out, lse, grad, lengths, scale, window)
+    backward = serving_backward(q, k.shape[1], lengths, window)
+    return backward(q, k, v, out, lse, grad, lengths, scale, window)
