@@ -165,10 +165,10 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
             if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):
                 report["differ"].append(f"{name} window {window}: token {token} in {splits} splits")
         given = q, k, v, out, lse, q.flip(0), lengths, dim**-0.5, window
-        served = gradients.library_serves(device, dtype, heads // kv_heads, dim, window > 0)
-        report["information"][f"{name} window {window}: backward by a library"] = served
+        served = gradients.serving_backward(q, kv_heads, lengths, window)
+        report["information"][f"{name} window {window}: backward"] = served.__name__
         exact = gradients.exact_gradients(q, k, v, q.flip(0), *given[6:])
-        for backward in [gradients._triton_backward, gradients._library_backward][: 1 + served]:
+        for backward in {gradients._triton_backward, served}:
             errors = [gradients.gradient_error(a, b) for a, b in zip(backward(*given), exact, strict=True)]
             report["compared"] += 1
             report["information"][f"{name} window {window}: errors of {backward.__name__}"] = errors
