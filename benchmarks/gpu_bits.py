@@ -13,6 +13,7 @@ from typing import Any
 
 import gpu_experts
 import numpy as np
+import predicted_bits
 import torch
 
 from samebits import LLM, SamplingParams
@@ -314,6 +315,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
     """(name, gate), the most telling first. folder: for checkpoints."""
     if tiny:
         return [
+            ("predicted", lambda: predicted_bits.gate(device)),
             ("linear", lambda: gate_linear(device, "tiny", (1, 2, 3, 8, 17), False)),
             ("attention", lambda: gate_attention(device, [70, 9], 4, 2, 16)),
             ("rows", lambda: gate_rows(device, (64,), 600)),
@@ -322,6 +324,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
         ]
     rows = 1, 2, 7, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024, 4096
     return [
+        ("predicted", lambda: predicted_bits.gate(device)),
         ("linear", lambda: gate_linear(device, "1.7B", rows, True)),
         ("attention", lambda: gate_attention(device, [2000, 600, 33])),
         ("rows", lambda: gate_rows(device, (128, 1024, 2048), 151_936)),
