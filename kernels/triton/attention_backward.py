@@ -6,6 +6,7 @@ with the forward's output and log-sum-exp.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -24,6 +25,8 @@ from .launch import launch, multiprocessors, shared_memory
 _MOST_BYTES = 1 << 30
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of `gradient_error`
 _mode = threading.Lock()  # torch has one for the process
+# While it is on, torch refuses other threads' cuBLAS without this; the size is what Hopper has by default.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @triton.jit
