@@ -31,6 +31,7 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("probes", "versions", 60),
     ("probes", "probe compiler", 60),
     ("probes", "probe tiles", 40),
+    ("probes", "probe predicted", 40),
     ("probes", "probe decode_row", 40),
     ("probes", "probe gradients", 60),
     ("probes", "probe repeats", 30),
@@ -42,6 +43,7 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("bits", "linear", 100),
     ("bits", "attention", 60),
     ("bits", "rows", 40),
+    ("bits", "ops", 40),
     ("bits", "accuracy", 40),
     ("bits", "engine", 120),
     ("bits", "experts", 60),
@@ -62,7 +64,10 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("speed", "vllm", 120),
 ]
 OPTIONAL = "attention", "hf continuous batching", "vllm", "profile"  # of speed: comparisons, which fail no run
-ON_GPUS = "linears", "profile", "hf continuous batching", "vllm", "two gpus"  # have no tiny form on a CPU
+ON_GPUS = (  # have no tiny form on a CPU
+    "probe predicted", "probe gradients", "probe streams", "probe graphs", "probe cublas",
+    "schedules", "two gpus", "linears", "profile", "hf continuous batching", "vllm",
+)  # fmt: skip
 
 
 def parts(args: argparse.Namespace) -> list[Part]:
@@ -195,7 +200,7 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
     result: dict[str, Any] = {"versions": {}, "probes": {}, "bits": {}, "speed": {}, "errors": {}, "skipped": {}}
     result["seconds"] = {}
-    ahead = min(3, (os.cpu_count() or 1) // 4)
+    ahead = 1 if args.tiny else min(3, (os.cpu_count() or 1) // 4)
     command = [sys.executable, str(HERE / "gpu.py"), "--device", args.device, *["--tiny"][: args.tiny]]
     with tempfile.TemporaryDirectory() as folder:
         compiled = pathlib.Path(os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton"))

@@ -45,11 +45,14 @@ def _part(group: str, name: str, device: Any, folder: str, tiny: bool) -> Any:
         import gpu_speed
 
         return dict(gpu_speed.parts(device, folder, tiny))[name]
+    import gpu_attention
     import gpu_bits
     import gpu_probes
 
-    gates = gpu_probes.probes(device, tiny) if group == "probes" else gpu_bits.gates(device, folder, tiny)
-    return lambda known: dict(gates)[name]()
+    gates = dict(gpu_probes.probes(device, tiny) + gpu_bits.gates(device, folder, tiny))
+    gates["accuracy"] = lambda: gpu_attention.gate(device, tiny)
+    gates["ops"] = lambda: gpu_probes.accuracy(device, tiny)
+    return lambda known: gates[name]()
 
 
 def _count_compilations() -> list[str]:

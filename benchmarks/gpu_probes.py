@@ -13,12 +13,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+import predicted_bits
 import torch
 
 from samebits.kernels import ops
 from samebits.kernels.triton.schedules import Tile
 
-from gpu_bits import all_tiles, wide_exponents
+from gpu_bits import gate_attention, wide_exponents
 from isolate import note
 
 linear = import_module("samebits.kernels.triton.linear")
@@ -217,11 +219,12 @@ def cublas(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 def gradients(device: torch.device, tiny: bool) -> dict[str, Any]:
     """The gradients of attention against fp64, and again, from whatever would compute them."""
-    from gpu_bits import gate_attention
+    return gate_attention(device, [70, 9], 4, 2, 16) if tiny else gate_attention(device, [700, 1, 333])
 
-    if tiny:  # the gate itself is as small
-        return Report().found
-    return gate_attention(device, [700, 1, 333])
+
+def predicted(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """The bits that a model of the matrix unit predicts on a CPU, against this GPU's."""
+    return predicted_bits.gate(device)
 
 
 def repeats(device: torch.device, tiny: bool) -> dict[str, Any]:
@@ -239,7 +242,40 @@ def repeats(device: torch.device, tiny: bool) -> dict[str, Any]:
     return report.found
 
 
+def accuracy(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Products, norms, activations and log-probs against fp64, each within its budget."""
+    report, (depth, features) = Report(), SIZES[tiny]
+    kernels, rows = ops.backend(device), 9 if tiny else 300
+
+    def expect(case: str, found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | float, budget: float) -> None:
+        error = float(((found.double() - exact).abs() / scale).max())
+        report.found["information"][case] = error
+        report.expect(f"{case} and fp64: {error:.1e}, of {budget:.1e}", error <= budget)
+
+    rounding = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+    for dtype, ulp in rounding.items():
+        name = str(dtype).removeprefix("torch.")
+        note(name)
+        x = torch.randn(rows, depth, device=device).to(dtype)
+        w = torch.randn(features, depth, device=device).to(dtype)
+        scale = x.double().abs() @ w.double().abs().t()
+        expect(f"{name} linear", product(x, w), x.double() @ w.double().t(), scale, 1e-6 + depth / 16 * 2.0**-24)
+        wide, weight = x.double(), w[0].double()
+        norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight
+        expect(f"{name} norm", kernels.rms_norm(x, w[0], 1e-6)[0], norm, norm.abs() + 1e-3, 3e-7 + 2 * ulp)
+        gated = wide * torch.sigmoid(wide) * wide.flip(0)
+        found = kernels.gated_activation(x, x.flip(0).contiguous(), "silu")
+        expect(f"{name} activation", found, gated, gated.abs() + 1, 1e-6 + 2 * ulp)
+    logits = torch.randn(8, 600 if tiny else 151_936, device=device) * 3
+    none = np.zeros(8, np.int64)
+    target = torch.arange(8, device=device)
+    drawn = ops.sample(logits, ops.RowParams.repeat(8), target, none.astype(np.uint64), none, none)
+    exact = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
+    expect("log-probs", drawn.scores.logprob, exact, exact.abs(), 1e-6)
+    return report.found
+
+
 def probes(device: torch.device, tiny: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, probe), the most telling first."""
-    each = compiler, tiles, decode_row, gradients, repeats, split_k, streams, ragged, graphs, cublas
+    each = compiler, tiles, predicted, decode_row, gradients, repeats, split_k, streams, ragged, graphs, cublas
     return [(f"probe {f.__name__}", functools.partial(f, device, tiny)) for f in each]

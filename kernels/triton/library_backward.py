@@ -6,6 +6,7 @@ Both are called as `attention_backward._triton_backward` is, with tensors that a
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from .launch import multiprocessors
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _MOST_BYTES = 1 << 30
 _mode = threading.Lock()  # torch has one for the process
+# While it is on, torch refuses other threads' cuBLAS without this; the size is what Hopper has by default.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def flash_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int) -> Gradients:

@@ -1,9 +1,9 @@
 """NVIDIA's matrix units on a CPU: the bits of their products of 16-bit numbers with fp32 sums.
 
-The arithmetic is that of MMA-Sim (github.com/microsoft/MMA-Sim), which was compared with real GPUs; the code is our own.
-A step adds the exact products of `terms` pairs and the sum so far at once: all are aligned to the largest exponent among
-them, cut to `fraction` bits below it and added as integers; the result is rounded toward zero to fp32. The exponent of a
-product is the sum of its factors', whose significands below 2 may make one below 4. Subnormal numbers aren't normalised.
+The arithmetic is that of MMA-Sim (github.com/microsoft/MMA-Sim), which was compared with real GPUs; the code is ours.
+A step adds the exact products of `terms` pairs and the sum so far at once: all are aligned to the largest exponent,
+cut to `fraction` bits below it and added as integers; the result is rounded toward zero to fp32. The exponent of a
+product is the sum of its factors' exponents, its significand may be up to 4. Subnormal numbers aren't normalised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAN = np.uint32(0x7FFF_FFFF).view(np.float32)
 
 @dataclass(frozen=True)
 class Unit:
-    """A generation's matrix unit: the pairs that a step takes, and the bits that it keeps below the largest exponent."""
+    """A generation's matrix unit: the pairs that a step takes, the bits that it keeps below the largest exponent."""
 
     terms: int
     fraction: int

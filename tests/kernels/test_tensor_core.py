@@ -1,5 +1,6 @@
-"""The model of the matrix unit against a slow transcription in whole numbers, and the kernels' bits that it predicts."""
+"""The model of the matrix unit against a slow transcription in fractions, and the kernels' bits that it predicts."""
 
+import json
 import math
 from fractions import Fraction
 
@@ -7,6 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+import predicted_bits
+import triton.language as tl
+from triton.runtime import interpreter
+
+from samebits.kernels import ops
+
+import helpers.interpreter  # noqa: F401  # it mends Triton's
 from helpers.tensor_core import UNITS, dot
 
 
@@ -58,8 +68,8 @@ def test_steps_are_those_of_whole_numbers(dtype, capability):
     unit, generator = UNITS[capability], torch.Generator().manual_seed(0)
     least = {torch.bfloat16: -126, torch.float16: -14}[dtype]
     for spread in (0, 4, 9):
-        a, b = (numbers(dtype, (n, 3 * unit.terms), spread, generator) for n in (5, 7))
-        start = torch.randn(5, 7, generator=generator).numpy()
+        a, b = (numbers(dtype, (n, 3 * unit.terms), spread, generator) for n in (3, 5))
+        start = torch.randn(3, 5, generator=generator).numpy()
         if spread == 9:  # all subnormal, and nothing beside which they would vanish
             a = torch.rand(a.shape, generator=generator).mul(torch.finfo(dtype).smallest_normal).to(dtype)
             start = np.zeros_like(start)
@@ -89,7 +99,8 @@ def test_what_is_lost_is_lost_toward_zero():
 def test_specials():
     inf, nan, huge = math.inf, math.nan, 3.0e38
     for row, expected in [
-        ([inf, 1], inf), ([-inf, 1], -inf), ([inf, -inf], nan), ([nan, 1], nan), ([huge, huge], inf), ([-0.0, -0.0], 0.0),
+        ([inf, 1], inf), ([-inf, 1], -inf), ([inf, -inf], nan),
+        ([nan, 1], nan), ([huge, huge], inf), ([-0.0, -0.0], 0.0),
     ]:  # fmt: skip
         found = dot(torch.tensor([row]).bfloat16(), torch.ones(1, 2).bfloat16())
         assert np.array_equal(found, np.full((1, 1), expected, np.float32), equal_nan=True), row
@@ -97,3 +108,26 @@ def test_specials():
     assert np.isnan(dot(torch.tensor([[inf]]).bfloat16(), torch.zeros(1, 1).bfloat16())[0, 0])
     just_below = torch.tensor([[2.0**127, 2.0**127, -(2.0**103)]]).bfloat16()
     assert dot(just_below, torch.ones(1, 3).bfloat16())[0, 0] == np.finfo(np.float32).max, "no rounding up to infinity"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_kernels_give_the_bits_that_were_predicted(monkeypatch):
+    """Interpreted, with the model in the matrix unit's place: the predictions walk the kernels' trees."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", modelled_dot)
+    monkeypatch.setitem(ops.BACKENDS, "cpu", "triton")
+    ops.backend.cache_clear()
+    try:
+        found = predicted_bits.computed(torch.device("cpu"))
+    finally:
+        ops.backend.cache_clear()
+    kept = json.loads(predicted_bits.KEPT.read_text())
+    assert found == kept["9"], "run benchmarks/predicted_bits.py if a tree was changed on purpose"
+    assert kept["8"] == predicted_bits.predicted(8)
+    sums = [case for case in found if case.startswith("linear") and "rounded" not in case]
+    assert not [case for case in sums if kept["8"][case] == kept["9"][case]], "the units differ"
+
+
+def modelled_dot(self, a, b, d, *_):
+    kind = torch.bfloat16 if a.dtype.scalar == tl.bfloat16 else torch.float16
+    left, right = (torch.from_numpy(np.ascontiguousarray(t.data).view(np.int16)).view(kind) for t in (a, b))
+    return interpreter.TensorHandle(dot(left, right.t(), d.data), d.dtype.scalar)

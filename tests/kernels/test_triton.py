@@ -106,7 +106,28 @@ def test_arrival_counters_are_left_at_zero():
     x, w = torch.randn(40, 256), torch.randn(50, 256)
     before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
     assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
-    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32])
+    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32, 0])
+
+
+def test_streams_share_no_scratch(monkeypatch):
+    """Launches of two streams overlap: one would count the other's arrivals."""
+    x, w, tile = torch.randn(40, 256), torch.randn(50, 256), Tile(16, 16, 2, 4, True)
+    used = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(linear, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(linear, "launch", lambda kernel, grid, *args, **_: used.append(args[10:12]))
+        products(x, [w], [None], torch.float32, tile)
+    first, second, again = ([t.data_ptr() for t in buffers] for buffers in used)
+    assert first == again and not set(first) & set(second)
+
+
+def test_compilers_known_to_be_wrong_are_refused():
+    for capability, version, problem in [
+        ((7, 5), "3.7.1", "8.0"), ((10, 0), "3.6.0", "triton>=3.7"), ((10, 3), "3.8.0", "10.3"),
+    ]:  # fmt: skip
+        assert problem in kernels.compiler_problem(capability, version)
+    for capability, version in [((8, 0), "3.2.0"), ((9, 0), "3.6.0"), ((10, 0), "3.7.0"), ((10, 0), "3.10.1")]:
+        assert kernels.compiler_problem(capability, version) is None
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
