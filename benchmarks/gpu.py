@@ -1,8 +1,8 @@
-"""Proves the promise on this machine's GPU, then measures what it costs: probes, gates of bits, speed. Under eight minutes
-with a kept compile cache, under ten without. See docs/gpu.md.
+"""Proves the promise on this machine's GPU, then measures what it costs: probes, gates of bits, speed. Ten minutes at
+most, under eight with a kept compile cache. See docs/gpu.md.
 
-usage: python benchmarks/gpu.py [--only probes bits speed] [--out FOLDER] [--golden FOLDER] [--cache FILE] [--seconds 480]
-                                [--part NAME ...] [--device cuda] [--tiny]
+usage: python benchmarks/gpu.py [--only probes bits speed] [--part NAME ...] [--out FOLDER] [--golden FOLDER]
+                                [--cache FILE] [--seconds 560] [--device cuda] [--tiny]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gpu_report
@@ -52,7 +52,7 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("speed", "prefill", 40),
     ("speed", "large batch", 60),
     ("speed", "training", 50),
-    ("speed", "attention", 40),
+    ("speed", "attention layer", 40),
     ("speed", "shared prompt", 40),
     ("speed", "experts layer", 40),
     ("speed", "linears", 40),
@@ -63,7 +63,7 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("bits", "two gpus", 90),
     ("speed", "vllm", 120),
 ]
-OPTIONAL = "attention", "hf continuous batching", "vllm", "profile"  # of speed: comparisons, which fail no run
+OPTIONAL = "attention layer", "hf continuous batching", "vllm", "profile"  # of speed: comparisons, which fail no run
 ON_GPUS = (  # have no tiny form on a CPU
     "probe predicted", "probe gradients", "probe streams", "probe graphs", "probe cublas",
     "schedules", "two gpus", "linears", "profile", "hf continuous batching", "vllm",
@@ -94,7 +94,7 @@ def precompile(device: str, tiny: bool) -> list[subprocess.Popen]:
     count = os.cpu_count() or 1
     if device == "cpu" or tiny:
         return []
-    command = [sys.executable, str(HERE / "gpu_precompile.py")]
+    command = ["nice", sys.executable, str(HERE / "gpu_precompile.py")]
     return [subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)]
 
 
@@ -128,7 +128,7 @@ def keep_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def golden(report: dict[str, Any], kept: pathlib.Path, out: pathlib.Path, compiler: str) -> list[str]:
-    """Return the hashes that differ from those kept of the same GPU type and compiler; write all, with new ones, to `out`."""
+    """Return the hashes that differ from those kept of the same GPU type and compiler; write all, new ones too."""
     before = json.loads(kept.read_text()) if kept.exists() else {}
     now = {f"{part}: {name}": h for part, r in report.items() for name, h in r.get("hashes", {}).items()}
     mine = before.setdefault(compiler, {})
@@ -154,11 +154,11 @@ def say(part: Part, reply: Reply) -> None:
         print(f"  {reply.error['message'].strip().splitlines()[-1:]}\n  repeat: {reply.error['repeat']}")
 
 
-def collect(
-    replies: Iterator[tuple[Part, Reply]], result: dict[str, Any], compilers: list[subprocess.Popen], deadline: float
-) -> str | None:
-    """Keep each part's reply in the result; return why the run has to stop early, if it has to."""
-    begin = time.monotonic()
+def collect(replies: Iterable[tuple[Part, Reply]], result: dict[str, Any], after: Callable[[Part], None]) -> str | None:
+    """Keep each part's reply in the result; return why the run has to stop early, if it has to.
+
+    after: called once a part has replied, before the next one runs.
+    """
     for part, reply in replies:
         say(part, reply)
         result["seconds"][part.name] = round(reply.seconds, 1)
@@ -171,9 +171,7 @@ def collect(
         reason = (reply.found or {}).get("stop") if isinstance(reply.found, dict) else None
         if reason or (reply.error is not None and part.name in ("versions", "probe compiler")):
             return reason or f"{part.name} failed"
-        if part.name == "probe gradients" and compilers:
-            result["compiled"] = finish(compilers, deadline)
-            print(f"kernels compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
+        after(part)
     return None
 
 
@@ -184,7 +182,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--golden", type=pathlib.Path, default=RESULTS, help="where kept hashes of bits are")
     cache = ROOT / "build/triton_cache.tar.gz"
     parser.add_argument("--cache", type=pathlib.Path, default=cache, help="kept compile cache, read and written")
-    parser.add_argument("--seconds", type=float, default=480, help="of the whole run: no part goes on for longer")
+    parser.add_argument("--seconds", type=float, default=560, help="of the whole run: no part goes on for longer")
     parser.add_argument("--part", nargs="+", help="only these parts, by name")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks these scripts, measures nothing")
@@ -207,9 +205,17 @@ def main() -> None:
         restore_cache(args.cache, compiled)
         kept = sum(1 for _ in compiled.rglob("*"))
         compilers = precompile(args.device, args.tiny)
-        replies = run_parts(parts(args), command, pathlib.Path(folder), deadline, ahead)
+        wanted = parts(args)
+        last_probe = [part for part in wanted if part.group == "probes"][-1]
+
+        def wait_for_compilers(part: Part) -> None:
+            if part is last_probe and compilers:
+                result["compiled"] = finish(compilers, deadline)
+                print("compiled ahead:", *result["compiled"], sep="\n  ", flush=True)
+
+        replies = run_parts(wanted, command, pathlib.Path(folder), deadline, ahead)
         try:
-            stopped = collect(replies, result, compilers, deadline)
+            stopped = collect(replies, result, wait_for_compilers)
         finally:
             replies.close()
             for process in compilers:
@@ -220,7 +226,7 @@ def main() -> None:
 
 
 def conclude(args: argparse.Namespace, result: dict[str, Any], stopped: str | None) -> str | int:
-    """Compare hashes with the kept ones, compute the bars, write JSON and the page; return the exit code or a reason."""
+    """Compare hashes with kept ones, compute the bars, write JSON and the page; return the exit code or a reason."""
     args.out.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"\W+", "_", result["versions"].get("gpu", "unknown").lower())
     compiler = f"triton {result['versions'].get('triton')}" + (", tiny" if args.tiny else "")

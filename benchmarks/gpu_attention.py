@@ -1,4 +1,4 @@
-"""Attention beside libraries': xformers where it is installed and loads, else the operators of torch that are behind it.
+"""Attention beside libraries': xformers where it is installed and loads, and the operators of torch behind it.
 
 Theirs are references and baselines. They are close to ours, not equal: their trees are others.
 """
@@ -115,7 +115,9 @@ def gate(device: torch.device, tiny: bool) -> dict[str, Any]:
     for dtype, window in itertools.product(dtypes, (0, 40)):
         name = f"{str(dtype).removeprefix('torch.')}, window {window}"
         note(name)
-        numbers = (torch.randn(sum(lengths), n, dim, device=device).to(dtype) for n in (heads, kv_heads, kv_heads, heads))
+        numbers = (
+            torch.randn(sum(lengths), n, dim, device=device).to(dtype) for n in (heads, kv_heads, kv_heads, heads)
+        )
         q, k, v, grad = numbers
         layout = ops.packed_layout(lengths, heads // kv_heads, device)
         cache = paged.new_kv_cache(layout.num_blocks, kv_heads, dim, dtype, device)
@@ -207,7 +209,9 @@ def times(device: torch.device, tiny: bool, timers: tuple[Any, Any]) -> list[dic
                 for name, call in decode_calls(device, batch, context, shape).items()}  # fmt: skip
         found.append(row | _columns(rows))
     lengths = [70, 9] if tiny else [1024] * 8
-    q, k, v, grad = (torch.randn(sum(lengths), n, shape[2], device=device).bfloat16() for n in (*shape[:2], shape[1], shape[0]))
+    q, k, v, grad = (
+        torch.randn(sum(lengths), n, shape[2], device=device).bfloat16() for n in (*shape[:2], shape[1], shape[0])
+    )
     layout = ops.packed_layout(lengths, shape[0] // shape[1], device)
     settings = lengths, shape[2] ** -0.5, 0
     kernels = ops.backend(device)

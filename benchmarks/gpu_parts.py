@@ -29,7 +29,7 @@ def run(group: str, name: str, where: str, folder: str, tiny: bool, known: dict[
 
     device = torch.device(where)
     if where != "cpu" and not torch.cuda.is_available():
-        return {"stop": "torch sees no NVIDIA GPU (torch.cuda.is_available() is False): there is nothing to measure here"}
+        return {"stop": "torch sees no NVIDIA GPU (torch.cuda.is_available() is False): nothing to measure"}
     with interpreting:
         misses = _count_compilations()
         found = _part(group, name, device, folder, tiny)(known)

@@ -1,4 +1,4 @@
-"""The first two minutes on a GPU: small checks, the most telling first, that say whether the gates are worth their time."""
+"""The first two minutes on a GPU: small checks that say whether the gates are worth their time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import math
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -52,7 +51,7 @@ def product(x: torch.Tensor, w: torch.Tensor, tile: Tile | None = None) -> torch
 
 
 def some_tiles(device: torch.device) -> list[Tile]:
-    """One of each class of instruction: mma.sync (16 and 32 rows), wgmma (64 and 128), with the copy engine where it is."""
+    """One tile of each class of instruction: mma.sync (16, 32 rows), wgmma (64, 128), the copy engine where it is."""
     plain = [(16, 32, 4, 4, True), (16, 64, 4, 4, False), (32, 64, 4, 4, True), (64, 64, 4, 4, True)]
     found = [Tile(*tile) for tile in [*plain, (64, 128, 4, 8, False), (128, 128, 3, 8, False)]]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-import gpu_attention
 import gpu_experts
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_function
@@ -28,6 +27,7 @@ from samebits.engine.model_runner import ModelRunner
 from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
+import gpu_attention
 from gpu_bits import checkpoint, shapes
 from isolate import note
 from stage_times import decode_seconds
@@ -115,7 +115,10 @@ def graph_seconds(device: torch.device, call: Callable[[], Any], replays: int = 
 
 def both_runners(device: torch.device, path, limits: tuple[int, int, int] | None) -> dict[str, ModelRunner]:
     """Runners with exact ops, and with cuBLAS and torch's norms and activations; attention and graphs are the same."""
-    models = {"exact": exact_model(path, "bfloat16", device), "plain": exact_model(path, "bfloat16", device, exact=False)}
+    models = {
+        "exact": exact_model(path, "bfloat16", device),
+        "plain": exact_model(path, "bfloat16", device, exact=False),
+    }
     return {kind: ModelRunner(model, 1, limits) for kind, model in models.items()}
 
 
@@ -306,7 +309,9 @@ def hf_continuous(device: torch.device, path, requests: int, length: int) -> dic
 
 def our_rate(device: torch.device, path, prompts: list[list[int]], length: int) -> float:
     """Output tokens a second, each prompt's output of one length; compiled and recorded before."""
-    llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, skip_tokenizer_init=True)
+    llm = LLM(
+        path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, skip_tokenizer_init=True
+    )
     params = SamplingParams(max_tokens=length, ignore_eos=True, seed=0)
     llm.generate(prompts, params, use_tqdm=False)
     llm.reset_prefix_cache()
@@ -377,7 +382,7 @@ def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Call
             device, large(), (70,) if tiny else (2048, 8192), rate(known, "cublas_bf16_flop_s"))),
         ("large batch", lambda _: large_batch(device, large(), *many)),
         ("training", lambda _: training(device, large(), *packed)),
-        ("attention", lambda _: gpu_attention.times(device, tiny, (seconds, graph_seconds))),
+        ("attention layer", lambda _: gpu_attention.times(device, tiny, (seconds, graph_seconds))),
         ("shared prompt", lambda _: shared_prompt(device, large(), *group)),
         ("experts layer", lambda known: gpu_experts.times(
             device, tiny, rate(known, "copy_bytes_s"), (seconds, graph_seconds))),

@@ -76,8 +76,8 @@ def run_parts(
 ) -> Iterator[tuple[Part, Reply]]:
     """Yield each part with its reply, one after the other.
 
-    command: of a process that answers; `--part NAME --folder FOLDER` is added. deadline: by `time.monotonic`; parts that
-    it leaves no time for are replied to with an error. ahead: processes that are started early.
+    command: of a process that answers; `--part NAME --folder FOLDER` is added. deadline: by `time.monotonic`; parts for
+    which it leaves no time get an error for a reply. ahead: processes that are started early.
     """
     known: dict[str, Any] = {}
     children: dict[str, _Child] = {}

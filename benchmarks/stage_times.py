@@ -14,8 +14,8 @@ from samebits.kernels import ops
 
 
 def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7, tokens: int = 1) -> float:
-    """Median time of a step in a stage that isn't the first: `seqs` sequences that have `context` tokens, and `tokens` new
-    ones each."""
+    """Median time of a step in a stage that isn't the first, of `tokens` tokens for each of `seqs` sequences after
+    `context` tokens."""
     model, config, kernels = runner.model, runner.model.config, ops.backend(runner.model.device)
     blocks = (context + tokens - 1) // kernels.BLOCK + 1
     positions = np.tile(np.arange(context, context + tokens, dtype=np.int32), seqs)

@@ -18,6 +18,7 @@ from samebits import __version__
 from samebits.cli import main
 from samebits.cli.main import app
 from samebits.engine import EngineConfig
+from samebits.kernels.libraries import xformers_state
 from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
 

@@ -1,4 +1,4 @@
-"""Parts that fail in each way a GPU's may, for tests of `benchmarks/isolate.py`: faulty_parts.py --part NAME --folder F."""
+"""Parts that fail in each way a GPU's may: faulty_parts.py --part NAME --folder FOLDER; see test_isolate.py."""
 
 import ctypes
 import pathlib
@@ -38,7 +38,7 @@ PARTS = [
     isolate.Part("bits", "no memory", 20, no_memory),
     isolate.Part("bits", "wrong bit", 20, wrong_bit),
     isolate.Part("speed", "missing", 20, lambda known: 1 / 0, optional=True),
-    isolate.Part("speed", "last", 20, sorted),
+    isolate.Part("speed", "last", 20, lambda known: {"known": sorted(known)}),
 ]
 
 
