@@ -166,9 +166,9 @@ def dense_attention(q, k, v, lengths: Sequence[int], scale: float, window: int) 
 
 def exact_gradients(q, k, v, grad, lengths: Sequence[int], scale: float, window: int) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k and v in fp64, by torch's autograd."""
-    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    leaves = tuple(t.detach().double().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
-        out, _ = dense_attention(*leaves, lengths, scale, window)
+        out, _ = dense_attention(leaves[0], leaves[1], leaves[2], lengths, scale, window)
     return torch.autograd.grad(out, leaves, grad.double())
 
 
