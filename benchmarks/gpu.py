@@ -89,11 +89,9 @@ def parts(args: argparse.Namespace) -> list[Part]:
     return found
 
 
-def precompile(device: str, tiny: bool) -> list[subprocess.Popen]:
-    """Start processes that compile the kernels, one per core; none where kernels are interpreted."""
+def precompile() -> list[subprocess.Popen]:
+    """Start processes that compile the kernels, one per core."""
     count = os.cpu_count() or 1
-    if device == "cpu" or tiny:
-        return []
     command = ["nice", sys.executable, str(HERE / "gpu_precompile.py")]
     return [subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)]
 
@@ -151,7 +149,8 @@ def say(part: Part, reply: Reply) -> None:
     if reply.error is not None and reply.error.get("case"):
         print(f"  in: {reply.error['case']}")
     if reply.error is not None and reply.error.get("repeat"):
-        print(f"  {reply.error['message'].strip().splitlines()[-1:]}\n  repeat: {reply.error['repeat']}")
+        print("  " + reply.error["message"].strip().rpartition("\n")[2])
+        print(f"  repeat: {reply.error['repeat']}")
 
 
 def collect(replies: Iterable[tuple[Part, Reply]], result: dict[str, Any], after: Callable[[Part], None]) -> str | None:
@@ -204,18 +203,21 @@ def main() -> None:
         compiled = pathlib.Path(os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton"))
         restore_cache(args.cache, compiled)
         kept = sum(1 for _ in compiled.rglob("*"))
-        compilers = precompile(args.device, args.tiny)
+        compilers: list[subprocess.Popen] = []
         wanted = parts(args)
         last_probe = [part for part in wanted if part.group == "probes"][-1]
 
-        def wait_for_compilers(part: Part) -> None:
+        def after(part: Part) -> None:
+            if part.name == "versions" and not (args.device == "cpu" or args.tiny or args.part):
+                compilers.extend(precompile())  # beside the probes
             if part is last_probe and compilers:
                 result["compiled"] = finish(compilers, deadline)
                 print("compiled ahead:", *result["compiled"], sep="\n  ", flush=True)
+            write(args.out, result)
 
         replies = run_parts(wanted, command, pathlib.Path(folder), deadline, ahead)
         try:
-            stopped = collect(replies, result, wait_for_compilers)
+            stopped = collect(replies, result, after)
         finally:
             replies.close()
             for process in compilers:
@@ -225,20 +227,27 @@ def main() -> None:
     sys.exit(conclude(args, result, stopped))
 
 
+def write(out: pathlib.Path, result: dict[str, Any]) -> str:
+    """Write what is known so far, so that a run that is cut short loses nothing; return the file's name, less .json."""
+    name = "gpu_" + re.sub(r"\W+", "_", result["versions"].get("gpu", "unknown").lower())
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return name
+
+
 def conclude(args: argparse.Namespace, result: dict[str, Any], stopped: str | None) -> str | int:
     """Compare hashes with kept ones, compute the bars, write JSON and the page; return the exit code or a reason."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"\W+", "_", result["versions"].get("gpu", "unknown").lower())
+    name = write(args.out, result)
     compiler = f"triton {result['versions'].get('triton')}" + (", tiny" if args.tiny else "")
-    hashes = f"gpu_{name}_hashes.json"
+    hashes = f"{name}_hashes.json"
     if result["bits"]:
         for line in golden(result["bits"], args.golden / hashes, args.out / hashes, compiler):
             result["errors"][line] = {"kind": "changed since the last run on such a GPU", "case": line}
             print("CHANGED since the last run on such a GPU:", line)
     result["bars"] = [] if args.tiny else gpu_report.bars(result["speed"])
-    (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     page = gpu_report.markdown(result)
-    (args.out / f"gpu_{name}.md").write_text(page)
+    (args.out / f"{name}.md").write_text(page)
     print(page)
     if stopped:
         return f"stopped: {stopped}"

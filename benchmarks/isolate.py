@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,12 +56,11 @@ def note(case: str) -> None:
 def answer(part: Part, folder: pathlib.Path) -> None:
     """Run the part once the parent asks for it on standard input, and write the reply to the folder."""
     global _case_file
-    line = sys.stdin.readline()
-    if not line:
+    if not sys.stdin.readline():
         return  # the parent has no time left for it
     _case_file = os.open(_path(folder, part.name, "case"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     try:
-        reply = {"found": part.run(json.loads(line))}
+        reply = {"found": part.run(json.loads(_path(folder, part.name, "known").read_text()))}
     except Exception as error:
         traceback.print_exc()
         no_memory = "OutOfMemoryError" in type(error).__name__ or isinstance(error, MemoryError)
@@ -114,8 +114,9 @@ class _Child:
         """Return the part's reply, in `limit` seconds at most."""
         begin, late = time.monotonic(), False
         assert self._process.stdin is not None
+        _path(self._folder, self._name, "known").write_text(json.dumps(known))  # a pipe could be full
         with contextlib.suppress(BrokenPipeError):  # it died early: its log says why
-            self._process.stdin.write(json.dumps(known).encode() + b"\n")
+            self._process.stdin.write(b"\n")
             self._process.stdin.close()
         try:
             self._process.wait(limit)
@@ -133,7 +134,7 @@ class _Child:
         ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} and no reply"
         error = {"kind": late or ended, "message": self._log.read_text(errors="replace")[-2000:], **reply}
         error["case"] = case.read_text().strip() if case.exists() else ""
-        error["repeat"] = "CUDA_LAUNCH_BLOCKING=1 " + " ".join(self._command)
+        error["repeat"] = "CUDA_LAUNCH_BLOCKING=1 " + shlex.join(self._command)
         return error
 
     def stop(self) -> None:
