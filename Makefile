@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
 
-.PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu loc clean
+.PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu gpu-here loc clean
 
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
@@ -16,7 +16,8 @@ help:
 	@echo "make bench      throughput; PEERS='hf vllm' adds others, VLLM_PYTHON names vLLM's interpreter"
 	@echo "make bench-scale  stages and replicas on this machine"
 	@echo "make bench-driver  the driver's own time by samples that wait"
-	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under eight minutes"
+	@echo "make gpu        proves the promise on this machine's GPU and measures its cost; under ten minutes"
+	@echo "make gpu-here   the same by this machine's own python3, where nothing can be installed; GPU_ARGS='--only probes'"
 	@echo "make loc        code lines per package"
 	@echo "make clean      removes the virtual environment and caches in this folder"
 
@@ -96,7 +97,12 @@ bench-driver: setup
 
 gpu: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[gpu]'
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+
+gpu-here:  # the folder may have any name: a link gives it the package's
+	@mkdir -p build/here
+	@ln -sfn ../.. build/here/samebits
+	PYTHONPATH=$(CURDIR)/build/here $(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 loc: setup
 	$(BIN)/python benchmarks/loc.py

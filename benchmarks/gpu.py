@@ -1,134 +1,258 @@
-"""Proves the promise on this machine's GPU, then measures what it costs. Under eight minutes; results are kept under
-benchmarks/results/, by the GPU's name.
+"""Proves the promise on this machine's GPU, then measures what it costs: probes, gates of bits, speed. Ten minutes at
+most, under eight with a kept compile cache. See docs/gpu.md.
 
-usage: python benchmarks/gpu.py [--out FOLDER] [--seconds 460] [--only bits|speed] [--device cuda] [--tiny]
+usage: python benchmarks/gpu.py [--only probes bits speed] [--part NAME ...] [--out FOLDER] [--golden FOLDER]
+                                [--cache FILE] [--seconds 560] [--device cuda] [--tiny]
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-import transformers
-import triton
+import gpu_report
+from isolate import Part, Reply, answer, run_parts
 
-import gpu_bits
-import gpu_speed
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results"
+ROOT = HERE.parent
+GROUPS = "probes", "bits", "speed"
+PARTS = [  # group, name, most seconds; in the order of their worth
+    ("probes", "versions", 60),
+    ("probes", "probe compiler", 60),
+    ("probes", "probe tiles", 40),
+    ("probes", "probe predicted", 40),
+    ("probes", "probe decode_row", 40),
+    ("probes", "probe gradients", 60),
+    ("probes", "probe repeats", 30),
+    ("probes", "probe split_k", 30),
+    ("probes", "probe streams", 30),
+    ("probes", "probe ragged", 60),
+    ("probes", "probe graphs", 30),
+    ("probes", "probe cublas", 20),
+    ("bits", "linear", 100),
+    ("bits", "attention", 60),
+    ("bits", "rows", 40),
+    ("bits", "ops", 40),
+    ("bits", "accuracy", 40),
+    ("bits", "engine", 120),
+    ("bits", "experts", 60),
+    ("speed", "rates", 20),
+    ("speed", "decode", 60),
+    ("speed", "prefill", 40),
+    ("speed", "large batch", 60),
+    ("speed", "training", 50),
+    ("speed", "attention layer", 40),
+    ("speed", "shared prompt", 40),
+    ("speed", "experts layer", 40),
+    ("speed", "linears", 40),
+    ("bits", "schedules", 120),
+    ("speed", "profile", 30),
+    ("speed", "hf continuous batching", 60),
+    ("speed", "workload", 60),
+    ("bits", "two gpus", 90),
+    ("speed", "vllm", 120),
+]
+OPTIONAL = "attention layer", "hf continuous batching", "vllm", "profile"  # of speed: comparisons, which fail no run
+ON_GPUS = (  # have no short form on a CPU; the tests hold the engine against the trainer there
+    "probe predicted", "probe gradients", "probe streams", "probe graphs", "probe cublas",
+    "engine", "schedules", "two gpus", "linears", "profile", "hf continuous batching", "vllm",
+)  # fmt: skip
 
-RESULTS = pathlib.Path(__file__).with_name("results")
+
+def parts(args: argparse.Namespace) -> list[Part]:
+    """Return the parts that were asked for, each with what it runs."""
+    folder = args.folder or "."
+
+    def run(group: str, name: str, known: dict[str, Any]) -> Any:
+        import gpu_parts  # torch and all of samebits: for the processes that run a part
+
+        return gpu_parts.run(group, name, args.device, folder, args.tiny, known)
+
+    found = []
+    for group, name, seconds in PARTS:
+        wanted = name in args.part if args.part else group in args.only
+        if (wanted or name == "versions") and (args.device != "cpu" or name not in ON_GPUS):
+            call = lambda known, group=group, name=name: run(group, name, known)  # noqa: E731
+            optional = group == "speed" and name in OPTIONAL
+            found.append(Part(group, name, seconds * (4 if args.tiny else 1), call, optional))
+    return found
 
 
-def versions(device: torch.device) -> dict[str, str]:
-    found = {"torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__}
-    if device.type != "cuda":
-        return {"gpu": "none", **found}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    major, minor = torch.cuda.get_device_capability(device)
-    return {
-        "gpu": torch.cuda.get_device_name(device), "compute capability": f"{major}.{minor}",
-        "driver": driver, "cuda": str(torch.version.cuda), **found,
-    }  # fmt: skip
+def precompile() -> list[subprocess.Popen]:
+    """Start processes that compile the kernels, one per core."""
+    count = os.cpu_count() or 1
+    command = ["nice", sys.executable, str(HERE / "gpu_precompile.py")]
+    return [subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)]
 
 
-def golden(report: dict[str, Any], kept: pathlib.Path, compiler: str) -> list[str]:
-    """Hashes that differ from those kept of the same GPU type and compiler. Keeps new ones."""
+def finish(compilers: list[subprocess.Popen], deadline: float) -> list[str]:
+    """Wait for them; return what they say."""
+    said = []
+    for process in compilers:
+        try:
+            said.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0].strip())
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said.append("a process that compiles was still at it")
+    return said
+
+
+def restore_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
+    """Unpack a kept compile cache, if there is one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if archive.exists():
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+
+
+def keep_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
+    """Pack the compile cache. Gzip's fastest level: a tenth of the time of xz."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    scratch = archive.with_name(archive.name + ".part")
+    with tarfile.open(scratch, "w:gz", compresslevel=1) as tar:
+        tar.add(folder, ".")
+    scratch.rename(archive)
+
+
+def golden(report: dict[str, Any], kept: pathlib.Path, out: pathlib.Path, compiler: str) -> list[str]:
+    """Return the hashes that differ from those kept of the same GPU type and compiler; write all, new ones too."""
     before = json.loads(kept.read_text()) if kept.exists() else {}
     now = {f"{part}: {name}": h for part, r in report.items() for name, h in r.get("hashes", {}).items()}
     mine = before.setdefault(compiler, {})
     changed = [name for name, found in now.items() if mine.get(name, found) != found]
     mine.update({name: found for name, found in now.items() if name not in changed})
-    kept.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
+    out.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
     return changed
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The results as a page."""
-    lines = [f"# {result['versions']['gpu']}", "", ", ".join(f"{k} {v}" for k, v in result["versions"].items()), ""]
-    lines += ["| gate | comparisons | differ |", "|---|---|---|"]
-    for name, part in result.get("bits", {}).items():
-        if part:
-            lines.append(f"| {name} | {part.get('compared', part.get('schedules'))} | {len(part['differ'])} |")
-    for name, part in result.get("speed", {}).items():
-        rows = part if isinstance(part, list) else [part]
-        rows = [{k: v for k, v in row.items() if not isinstance(v, dict | list)} for row in rows]
-        if rows and rows[0]:
-            lines += ["", f"## {name}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-            lines += ["| " + " | ".join(_number(v) for v in row.values()) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def say(part: Part, reply: Reply) -> None:
+    """Print one part's line, and below it what is wrong, each with the case that repeats it."""
+    found = reply.found if isinstance(reply.found, dict) else {}
+    verdict = f"{found['compared']} compared, {len(found['differ'])} differ" if "compared" in found else "done"
+    verdict = found.get("skipped", verdict) if reply.error is None else reply.error["kind"]
+    print(f"{part.name}: {verdict} ({reply.seconds:.0f} s)", flush=True)
+    for line in found.get("differ", [])[:10]:
+        print("  DIFFERS", line)
+    if "stop" in found:
+        print("  STOP:", found["stop"])
+    if reply.error is not None and reply.error.get("case"):
+        print(f"  in: {reply.error['case']}")
+    if reply.error is not None and reply.error.get("repeat"):
+        print("  " + reply.error["message"].strip().rpartition("\n")[2])
+        print(f"  repeat: {reply.error['repeat']}")
 
 
-def _number(value: Any) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 1e4
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def collect(replies: Iterable[tuple[Part, Reply]], result: dict[str, Any], after: Callable[[Part], None]) -> str | None:
+    """Keep each part's reply in the result; return why the run has to stop early, if it has to.
+
+    after: called once a part has replied, before the next one runs.
+    """
+    for part, reply in replies:
+        say(part, reply)
+        result["seconds"][part.name] = round(reply.seconds, 1)
+        if reply.error is not None:
+            result["skipped" if part.optional else "errors"][part.name] = reply.error
+        elif part.name == "versions":
+            result["versions"] = reply.found
+        else:
+            result[part.group][part.name] = reply.found
+        reason = (reply.found or {}).get("stop") if isinstance(reply.found, dict) else None
+        if reason or (reply.error is not None and part.name in ("versions", "probe compiler")):
+            return reason or f"{part.name} failed"
+        after(part)
+    return None
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="where results go")
+    parser.add_argument("--golden", type=pathlib.Path, default=RESULTS, help="where kept hashes of bits are")
+    cache = ROOT / "build/triton_cache.tar.gz"
+    parser.add_argument("--cache", type=pathlib.Path, default=cache, help="kept compile cache, read and written")
+    parser.add_argument("--seconds", type=float, default=560, help="of the whole run: no part goes on for longer")
+    parser.add_argument("--part", nargs="+", help="only these parts, by name")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks these scripts, measures nothing")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # one part's process
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=460, help="no further measurement starts after so long")
-    parser.add_argument("--only", choices=("bits", "speed"))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script, measures nothing")
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no NVIDIA GPU (torch.cuda.is_available() is False): there is nothing to measure here")
-    result: dict[str, Any] = {"versions": versions(device), "bits": {}, "speed": {}, "errors": {}}
-    name = re.sub(r"\W+", "_", result["versions"]["gpu"].lower())
-    args.out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-
-    def attempt(group: str, part: str, call: Callable[[], Any]) -> Any:
-        """Keeps what it returns, or why it failed: the others are worth having."""
-        if time.monotonic() - begin > args.seconds:
-            result["errors"][part] = "no time left"
-            return None
-        try:
-            result[group][part] = call()
-        except Exception as error:
-            result["errors"][part] = traceback.format_exc()
-            print(f"{part}: {type(error).__name__}: {error}")
-            del error
-            gpu_speed.free(device)  # what it held
-        print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
-        (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        return result[group].get(part)
-
+    args = arguments()
+    if args.folder:
+        part = next(p for p in parts(args) if p.name == args.part[0])
+        return answer(part, pathlib.Path(args.folder))
+    deadline = time.monotonic() + args.seconds
+    result: dict[str, Any] = {"versions": {}, "probes": {}, "bits": {}, "speed": {}, "errors": {}, "skipped": {}}
+    result["seconds"] = {}
+    ahead = 1 if args.tiny else min(3, (os.cpu_count() or 1) // 4)
+    command = [sys.executable, str(HERE / "gpu.py"), "--device", args.device, *["--tiny"][: args.tiny]]
     with tempfile.TemporaryDirectory() as folder:
-        if args.only != "speed":
-            for part, gate in gpu_bits.gates(device, folder, args.tiny):
-                for line in (attempt("bits", part, gate) or {}).get("differ", [])[:10]:
-                    print("  DIFFERS", line)
-            compiler = f"triton {triton.__version__}" + (", tiny" if args.tiny else "")
-            changed = golden(result["bits"], args.out / f"gpu_{name}_hashes.json", compiler)
-            for line in changed:
-                result["errors"][line] = "changed since the last run on such a GPU"
-                print("  CHANGED since the last run on such a GPU:", line)
-        if args.only != "bits":
-            for part, measure in gpu_speed.parts(device, folder, args.tiny):
-                attempt("speed", part, functools.partial(measure, result["speed"]))
-    (args.out / f"gpu_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    page = markdown(result)
-    (args.out / f"gpu_{name}.md").write_text(page)
+        compiled = pathlib.Path(os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton"))
+        restore_cache(args.cache, compiled)
+        kept = sum(1 for _ in compiled.rglob("*"))
+        compilers: list[subprocess.Popen] = []
+        wanted = parts(args)
+        last_probe = [part for part in wanted if part.group == "probes"][-1]
+
+        def after(part: Part) -> None:
+            if part.name == "versions" and not (args.device == "cpu" or args.tiny or args.part):
+                compilers.extend(precompile())  # beside the probes
+            if part is last_probe and compilers:
+                result["compiled"] = finish(compilers, deadline)
+                print("compiled ahead:", *result["compiled"], sep="\n  ", flush=True)
+            write(args.out, result)
+
+        replies = run_parts(wanted, command, pathlib.Path(folder), deadline, ahead)
+        try:
+            stopped = collect(replies, result, after)
+        finally:
+            replies.close()
+            for process in compilers:
+                process.kill()
+        if sum(1 for _ in compiled.rglob("*")) > kept:
+            keep_cache(args.cache, compiled)
+    sys.exit(conclude(args, result, stopped))
+
+
+def write(out: pathlib.Path, result: dict[str, Any]) -> str:
+    """Write what is known so far, so that a run that is cut short loses nothing; return the file's name, less .json."""
+    name = "gpu_" + re.sub(r"\W+", "_", result["versions"].get("gpu", "unknown").lower())
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return name
+
+
+def conclude(args: argparse.Namespace, result: dict[str, Any], stopped: str | None) -> str | int:
+    """Compare hashes with kept ones, compute the bars, write JSON and the page; return the exit code or a reason."""
+    name = write(args.out, result)
+    compiler = f"triton {result['versions'].get('triton')}" + (", tiny" if args.tiny else "")
+    hashes = f"{name}_hashes.json"
+    if result["bits"]:
+        for line in golden(result["bits"], args.golden / hashes, args.out / hashes, compiler):
+            result["errors"][line] = {"kind": "changed since the last run on such a GPU", "case": line}
+            print("CHANGED since the last run on such a GPU:", line)
+    result["bars"] = [] if args.tiny else gpu_report.bars(result["speed"])
+    write(args.out, result)
+    page = gpu_report.markdown(result)
+    (args.out / f"{name}.md").write_text(page)
     print(page)
-    sys.exit(bool(result["errors"]) or any(part["differ"] for part in result["bits"].values()))
+    if stopped:
+        return f"stopped: {stopped}"
+    gates = [*result["probes"].values(), *result["bits"].values()]
+    return int(bool(result["errors"]) or any(gate.get("differ") for gate in gates))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import pathlib
 import random
 import sys
@@ -19,6 +20,8 @@ from samebits import LLM, SamplingParams
 from samebits.kernels import ops
 from samebits.kernels.triton.schedules import Tile
 from samebits.trainer import exact_model, token_logprobs
+
+from isolate import note
 
 linear = import_module("samebits.kernels.triton.linear")
 paged = import_module("samebits.kernels.triton.attention")
@@ -39,6 +42,7 @@ def checkpoint(size: str, folder: str, device) -> pathlib.Path:
 
     path = pathlib.Path(folder) / size
     if not path.exists():
+        scratch = path.with_name(f"{size}.{os.getpid()}")
         hidden, intermediate, depth, heads, kv_heads, dim, vocab = QWEN3[size]
         config = Qwen3Config(
             hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=depth,
@@ -48,7 +52,8 @@ def checkpoint(size: str, folder: str, device) -> pathlib.Path:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(path)
+        model.save_pretrained(scratch)
+        scratch.rename(path)  # whole, or not there: a process may die before
     return path
 
 
@@ -100,12 +105,14 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
         whole = linear.products(x, [w], [None], torch.float32)[0]
         report["hashes"][f"{name} {part}"] = digest([whole])
         for count in rows:
+            note(f"{name} {part}: {count} rows")
             report["compared"] += 1
             if not torch.equal(linear.products(x[:count], [w], [None], torch.float32)[0], whole[:count]):
                 report["differ"].append(f"{name} {part}: {count} rows")
         few = 130 if part in ("qkv", "down") else 40
         for tile in all_tiles(dtype) if thorough else [Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)]:
             count = min(most, 1100) if tile.tma else few  # several tiles a program
+            note(f"{name} {part}: {count} rows, {tile}")
             try:
                 kinds = {torch.float32, dtype} if tile.tma else {torch.float32}
                 outs = [linear.products(x[:count], [w], [None], kind, tile)[0] for kind in kinds]
@@ -140,8 +147,8 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
 
 
 def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) -> dict[str, Any]:
-    """Rows of a packed prefill against the same rows decoded alone, with every number of splits; gradients again and
-    again, and who computes them."""
+    """Rows of a packed prefill against the same rows decoded alone, with every number of splits; the gradients of all
+    that may compute them against fp64, and again and again."""
     report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}, "information": {}}
     total = sum(lengths)
     steps = 20 if total > 100 else 3
@@ -157,6 +164,7 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
         at, sequence = layout.on(device), np.repeat(np.arange(len(lengths)), lengths)
         one = torch.tensor([[0, 1, 0]], dtype=torch.int32, device=device)
         for token, splits in itertools.product([*range(0, total, total // steps), total - 1], (1, 2, 3, 7)):
+            note(f"{name} window {window}: token {token} of {lengths} in {splits} splits")
             found = paged.attention(
                 q[token : token + 1], *cache, one, at.positions[token : token + 1], at.block_tables,
                 at.block_table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
@@ -165,8 +173,16 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
             if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):
                 report["differ"].append(f"{name} window {window}: token {token} in {splits} splits")
         given = q, k, v, out, lse, q.flip(0), lengths, dim**-0.5, window
-        served = gradients.library_serves(device, dtype, heads // kv_heads, dim, window > 0)
-        report["information"][f"{name} window {window}: backward by a library"] = served
+        served = gradients.serving_backward(q, kv_heads, lengths, window)
+        report["information"][f"{name} window {window}: backward"] = served.__name__
+        note(f"{name} window {window}: gradients")
+        exact = gradients.exact_gradients(q, k, v, q.flip(0), *given[6:])
+        for backward in {gradients._triton_backward, served}:
+            errors = [gradients.gradient_error(a, b) for a, b in zip(backward(*given), exact, strict=True)]
+            report["compared"] += 1
+            report["information"][f"{name} window {window}: errors of {backward.__name__}"] = errors
+            if not max(errors) < gradients.BUDGETS[dtype]:
+                report["differ"].append(f"{name} window {window}: {backward.__name__} and fp64, by {errors}")
         first = gradients.attention_backward(*given)
         for _ in range(steps):
             report["compared"] += 1
@@ -191,6 +207,7 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
     torch.manual_seed(0)
     for name, dtype in DTYPES.items():
         for width in widths:
+            note(f"{name} width {width}")
             x, weight = torch.randn(300, width).to(device, dtype), torch.randn(width).to(device, dtype)
             norm, gated = kernels.rms_norm(x, weight, 1e-6)[0], kernels.gated_activation(x, x, "silu")
             report["hashes"][f"{name} {width}"] = digest([norm, gated])
@@ -235,6 +252,7 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
 
     def schedule(name, path, dtype, model, vocab, requests, longest, seed, **settings):
         rng = random.Random(seed)
+        note(f"{name} {dtype} {settings}, seed {seed}")
         asked = random_requests(rng, vocab, requests, longest)
         try:
             results, _ = run_schedule(path, dtype, rng, asked, [model], device=str(device), **settings)
@@ -258,6 +276,7 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
         rng, vocab = random.Random(0), model.config.vocab_size
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for step in range(3 if vocab > 1000 else 2):
+            note(f"{size} after {step} optimizer steps")
             longest, count, tokens = (600, 16, 40) if vocab > 1000 else (20, 2, 2)
             prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
             params = SamplingParams(
@@ -303,6 +322,25 @@ def waits(llm: LLM) -> list[str]:
     return []
 
 
+def two_gpus(device, folder: str) -> dict[str, Any]:
+    """An engine in two stages on two GPUs, over NCCL, against one on one GPU."""
+    if torch.cuda.device_count() < 2:
+        return {"skipped": f"{torch.cuda.device_count()} GPU here, two are needed"}
+    path, found = checkpoint("0.6B", folder, device), []
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1000) for _ in range(rng.randint(1, 300))] for _ in range(8)]
+    params = SamplingParams(n=2, max_tokens=40, seed=0, ignore_eos=True)
+    for stages in (1, 2):
+        note(f"{stages} stages")
+        llm = LLM(path, dtype="bfloat16", device=str(device), pipeline_parallel_size=stages,
+                  kv_cache_memory_bytes=2**30, skip_tokenizer_init=True)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(c.token_ids, c.logprobs) for out in outputs for c in out.completions])
+        llm.close()
+    differ = [f"completion {i}" for i, (a, b) in enumerate(zip(*found, strict=True)) if a != b]
+    return {"compared": len(found[0]), "differ": differ}
+
+
 def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, gate), the most telling first. folder: for checkpoints."""
     if tiny:
@@ -319,6 +357,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
         ("attention", lambda: gate_attention(device, [2000, 600, 33])),
         ("rows", lambda: gate_rows(device, (128, 1024, 2048), 151_936)),
         ("experts", lambda: gpu_experts.gate(device, tiny, digest)),
-        ("models", lambda: properties(device, folder, ["0.6B", "1.7B"], 0)),
+        ("engine", lambda: properties(device, folder, ["0.6B", "1.7B"], 0)),
         ("schedules", lambda: properties(device, folder, [], 3)),
+        ("two gpus", lambda: two_gpus(device, folder)),
     ]

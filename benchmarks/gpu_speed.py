@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import itertools
+import json
+import os
+import pathlib
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +27,9 @@ from samebits.engine.model_runner import ModelRunner
 from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
+import gpu_attention
 from gpu_bits import checkpoint, shapes
+from isolate import note
 from stage_times import decode_seconds
 
 linear = import_module("samebits.kernels.triton.linear")
@@ -81,7 +89,8 @@ def one_linear(device: torch.device, features: int, depth: int, rows: int, head:
     return {"us": ours * 1e6, "cublas_us": cublas * 1e6, "ratio": cublas / ours}
 
 
-def graph_seconds(device: torch.device, call: Callable[[], Any]) -> float:
+def graph_seconds(device: torch.device, call: Callable[[], Any], replays: int = 20) -> float:
+    """Median time of a recorded call, by CUDA events around `replays` replays: no launch of the host's is in it."""
     if device.type != "cuda":
         return seconds(device, call, 1)
     side = torch.cuda.Stream()
@@ -91,37 +100,118 @@ def graph_seconds(device: torch.device, call: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return seconds(device, graph.replay, 10)
+    graph.replay()
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / replays / 1e3)
+    return statistics.median(times)
+
+
+def both_runners(device: torch.device, path, limits: tuple[int, int, int] | None) -> dict[str, ModelRunner]:
+    """Runners with exact ops, and with cuBLAS and torch's norms and activations; attention and graphs are the same."""
+    models = {
+        "exact": exact_model(path, "bfloat16", device),
+        "plain": exact_model(path, "bfloat16", device, exact=False),
+    }
+    return {kind: ModelRunner(model, 1, limits) for kind, model in models.items()}
+
+
+def timed_step(runner: ModelRunner, seqs: int, context: int, tokens: int = 1) -> float:
+    """Seconds of a step of `tokens` tokens for each of `seqs` sequences after `context` tokens, sampling included."""
+    block = ops.backend(runner.model.device).BLOCK
+    runner.num_blocks = seqs * ((context + tokens - 1) // block + 1)
+    runner.take_kv_cache()
+    try:
+        for tensor in itertools.chain(*runner.kv_caches):
+            tensor.zero_()  # or NaN may cut sampling short
+        return decode_seconds(runner, seqs, context, tokens=tokens)
+    finally:
+        runner.free_kv_cache()
 
 
 def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_bytes: int) -> list[dict[str, Any]]:
-    """A whole decode step, sampling included, and the same without exact ops (cuBLAS, torch's norms and activations;
-    the paged attention and the graphs are the same in both); of the bound by bandwidth, weights and KV read once."""
+    """A whole decode step against the same without exact ops, and against the bound by bandwidth: weights and KV read
+    once."""
     limits = (max(batches), max(batches), max(contexts) + 1) if ops.backend(device).GRAPHS else None
-    runners, size = {}, 0
-    for kind, exact in (("exact_ms", True), ("plain_ms", False)):
-        model = exact_model(path, "bfloat16", device, exact=exact)
-        size = sum(p.nbytes for p in model.parameters())
-        runners[kind] = ModelRunner(model, 1, limits)
-    config, block = model.config, ops.backend(device).BLOCK
+    runners = both_runners(device, path, limits)
+    model = runners["exact"].model
+    config, size = model.config, sum(p.nbytes for p in model.parameters())
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     found = []
     for context, batch in itertools.product(contexts, batches):
-        num_blocks = batch * (context // block + 1)
-        if num_blocks * block * token > kv_bytes:
+        if batch * (context + 64) * token > kv_bytes:
             continue
+        note(f"batch {batch}, context {context}")
         row: dict[str, Any] = {"batch": batch, "context": context}
-        for kind, runner in runners.items():
-            runner.num_blocks = num_blocks
-            runner.take_kv_cache()
-            for tensor in itertools.chain(*runner.kv_caches):
-                tensor.zero_()  # or NaN may cut sampling short
-            row[kind] = decode_seconds(runner, batch, context) * 1e3
-            runner.free_kv_cache()
+        row |= {f"{kind}_ms": timed_step(runner, batch, context) * 1e3 for kind, runner in runners.items()}
         row["bound_ms"] = (size + batch * context * token) / copy_rate * 1e3
-        row["of_plain"], row["of_bound"] = row["plain_ms"] / row["exact_ms"], row["bound_ms"] / row["exact_ms"]
+        row["of_plain"] = row["plain_ms"] / row["exact_ms"]
+        row["of_bound"] = row["bound_ms"] / row["exact_ms"]
         found.append(row)
     return found
+
+
+def prefill(device: torch.device, path, tokens: Iterable[int], matrix_rate: float) -> list[dict[str, Any]]:
+    """A step that computes whole prompts, against the same without exact ops; its share of the measured matrix rate.
+
+    Counted are products with weights (lm_head has one row) and attention's two products, half of them masked.
+    """
+    runners = both_runners(device, path, None)
+    model = runners["exact"].model
+    config = model.config
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    found = []
+    for count in tokens:
+        note(f"prompt of {count} tokens")
+        row: dict[str, Any] = {"tokens": count}
+        row |= {f"{kind}_ms": timed_step(runner, 1, 0, count) * 1e3 for kind, runner in runners.items()}
+        attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * count**2
+        row["of_plain"] = row["plain_ms"] / row["exact_ms"]
+        row["of_matrix_rate"] = (2 * weights * count + attention) / matrix_rate / (row["exact_ms"] / 1e3)
+        found.append(row)
+    return found
+
+
+def shared_prompt(device: torch.device, path, samples: int, prompt: int, output: int) -> dict[str, Any]:
+    """Decoding of a group on one prompt, against as many sequences on prompts of their own, as long."""
+    rng = random.Random(0)
+    llm = LLM(path, dtype="bfloat16", device=str(device), max_num_seqs=samples, max_model_len=prompt + output + 64,
+              skip_tokenizer_init=True, kv_cache_memory_bytes=2**24 if prompt < 100 else None)  # fmt: skip
+    vocab = llm.model_config.vocab_size
+    prompts = [[rng.randrange(vocab) for _ in range(prompt)] for _ in range(samples)]
+    rates = {}
+    for kind, given, n in (("shared", prompts[:1], samples), ("apart", prompts, 1)):
+        times = []
+        for tokens in (2, output, 2, output):
+            llm.reset_prefix_cache()
+            params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True, seed=0)
+            begin = time.perf_counter()
+            llm.generate(given, params, use_tqdm=False)
+            times.append(time.perf_counter() - begin)
+        rates[kind] = samples * (output - 2) / (min(times[1::2]) - min(times[::2]))
+    llm.close()
+    return {
+        "samples": samples, "prompt": prompt, "shared_decode_tok_s": rates["shared"],
+        "apart_decode_tok_s": rates["apart"], "gain": rates["shared"] / rates["apart"],
+    }  # fmt: skip
+
+
+def profile(device: torch.device, path, batch: int, context: int) -> list[dict[str, Any]]:
+    """The kernels of decode steps without a graph, by the GPU's time: where a step's time goes."""
+    runner = ModelRunner(exact_model(path, "bfloat16", device), 1, None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        timed_step(runner, batch, context)
+    kernels = sorted(found.key_averages(), key=lambda each: -each.self_device_time_total)[:15]
+    total = sum(each.self_device_time_total for each in found.key_averages())
+    return [
+        {"kernel": each.key[:60], "calls": each.count, "share": each.self_device_time_total / total} for each in kernels
+    ]
 
 
 def training(device: torch.device, path, count: int, length: int) -> dict[str, Any]:
@@ -199,7 +289,7 @@ def workload(device: torch.device, path, tiny: bool, exact: bool = True) -> dict
 
 
 def hf_continuous(device: torch.device, path, requests: int, length: int) -> dict[str, Any]:
-    """HF's continuous batching on the first of the workload's prompts, one output length for all."""
+    """HF's continuous batching and samebits on the first of the workload's prompts, one output length for all."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     prompts = community(False)[0][:requests]
@@ -212,7 +302,42 @@ def hf_continuous(device: torch.device, path, requests: int, length: int) -> dic
     made = sum(len(o.generated_tokens) for o in outputs.values())
     del model
     free(device)
-    return {"requests": requests, "output_tokens": made, "seconds": took, "output_tok_s": made / took}
+    ours = our_rate(device, path, prompts, length)
+    rate = made / took
+    return {"requests": requests, "hf_output_tok_s": rate, "output_tok_s": ours, "over_hf": ours / rate}
+
+
+def our_rate(device: torch.device, path, prompts: list[list[int]], length: int) -> float:
+    """Output tokens a second, each prompt's output of one length; compiled and recorded before."""
+    llm = LLM(
+        path, dtype="bfloat16", device=str(device), max_num_seqs=256, max_model_len=2048, skip_tokenizer_init=True
+    )
+    params = SamplingParams(max_tokens=length, ignore_eos=True, seed=0)
+    llm.generate(prompts, params, use_tqdm=False)
+    llm.reset_prefix_cache()
+    begin = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    took = time.perf_counter() - begin
+    llm.close()
+    return len(prompts) * length / took
+
+
+def vllm(device: torch.device, path, requests: int, length: int) -> dict[str, Any]:
+    """vLLM on the same requests, where its Python is named by VLLM_PYTHON or this one has it."""
+    python = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+    if python is None:
+        return {"skipped": "no vLLM here, and VLLM_PYTHON names no Python that has it"}
+    prompts = community(False)[0][:requests]
+    job = {"model": str(path), "dtype": "bfloat16", "prompts": prompts, "output_lens": [length] * requests, "n": 1}
+    file = path.with_name("vllm_job.json")
+    file.write_text(json.dumps(job))
+    script = pathlib.Path(__file__).with_name("run_vllm.py")
+    done = subprocess.run([python, script, file], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"vLLM failed: {done.stderr[-1500:]}")
+    rate = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])["output_tok_s"][0]
+    ours = our_rate(device, path, prompts, length)
+    return {"requests": requests, "vllm_output_tok_s": rate, "output_tok_s": ours, "over_vllm": ours / rate}
 
 
 def large_batch(device: torch.device, path, count: int, prompt: int, output: int) -> dict[str, Any]:
@@ -240,27 +365,30 @@ def large_batch(device: torch.device, path, count: int, prompt: int, output: int
 
 
 def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Callable[[dict], Any]]]:
-    """(name, measurement), each given what was measured before it; in the order of their worth."""
-    small, large = (checkpoint(size, folder, device) for size in (("tiny", "tiny") if tiny else ("0.6B", "1.7B")))
-    batches, contexts = ((1, 3), (64,)) if tiny else ((1, 8, 32, 128, 256), (1024, 8192, 32_768))
-    packed, many = ((2, 20), (3, 8, 6)) if tiny else ((8, 1024), (512, 128, 256))
+    """(name, measurement), each given what was measured before it."""
+    sizes = ("tiny", "tiny") if tiny else ("0.6B", "1.7B")
+    small, large = (functools.partial(checkpoint, size, folder, device) for size in sizes)
+    batches, contexts = ((1, 3), (64,)) if tiny else ((1, 8, 32, 128, 256), (1024, 8192))
+    packed, many, group = ((2, 20), (3, 8, 6), (2, 70, 6)) if tiny else ((8, 1024), (512, 128, 256), (8, 4096, 64))
+    rows = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
-    def decode_all(done: dict) -> Any:
-        return decode(device, large, batches, contexts, done["rates"]["copy_bytes_s"], 60 << 30)
+    def rate(known: dict, kind: str) -> float:
+        return (known.get("rates") or rates(device, tiny))[kind]
 
-    def experts(done: dict) -> Any:
-        return gpu_experts.times(device, tiny, done["rates"]["copy_bytes_s"], (seconds, graph_seconds))
-
-    found = [
+    return [
         ("rates", lambda _: rates(device, tiny)),
-        ("experts", experts),
-        ("decode", decode_all),
-        ("large_batch", lambda _: large_batch(device, large, *many)),
-        ("training", lambda _: training(device, large, *packed)),
-        ("workload", lambda _: workload(device, small, tiny)),
-        ("workload without exact ops", lambda _: workload(device, small, tiny, exact=False)),
-    ]
-    if device.type == "cuda":
-        found.append(("linears", lambda _: linears(device, "1.7B", (1, 8, 16, 32, 64, 128, 256, 1024, 4096))))
-        found.append(("hf continuous batching", lambda _: hf_continuous(device, small, 64, 128)))
-    return found
+        ("decode", lambda known: decode(device, large(), batches, contexts, rate(known, "copy_bytes_s"), 60 << 30)),
+        ("prefill", lambda known: prefill(
+            device, large(), (70,) if tiny else (2048, 8192), rate(known, "cublas_bf16_flop_s"))),
+        ("large batch", lambda _: large_batch(device, large(), *many)),
+        ("training", lambda _: training(device, large(), *packed)),
+        ("attention layer", lambda _: gpu_attention.times(device, tiny, (seconds, graph_seconds))),
+        ("shared prompt", lambda _: shared_prompt(device, large(), *group)),
+        ("experts layer", lambda known: gpu_experts.times(
+            device, tiny, rate(known, "copy_bytes_s"), (seconds, graph_seconds))),
+        ("linears", lambda _: linears(device, "1.7B", rows)),
+        ("profile", lambda _: profile(device, large(), 32, 1024)),
+        ("hf continuous batching", lambda _: hf_continuous(device, small(), 64, 128)),
+        ("workload", lambda _: workload(device, small(), tiny)),
+        ("vllm", lambda _: vllm(device, small(), 64, 128)),
+    ]  # fmt: skip

@@ -13,23 +13,24 @@ from samebits.engine.sampler import SamplerOutput, SamplingMetadata
 from samebits.kernels import ops
 
 
-def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7) -> float:
-    """Median time of a decode step of `seqs` sequences, of `context` tokens each, in a stage that isn't the first."""
+def decode_seconds(runner: ModelRunner, seqs: int, context: int, repeats: int = 7, tokens: int = 1) -> float:
+    """Median time of a step in a stage that isn't the first, of `tokens` tokens for each of `seqs` sequences after
+    `context` tokens."""
     model, config, kernels = runner.model, runner.model.config, ops.backend(runner.model.device)
-    blocks = context // kernels.BLOCK + 1
-    positions = np.full(seqs, context, np.int32)
+    blocks = (context + tokens - 1) // kernels.BLOCK + 1
+    positions = np.tile(np.arange(context, context + tokens, dtype=np.int32), seqs)
     tables = np.arange(seqs * blocks, dtype=np.int32)
     starts = tables[::blocks].copy()
     size = np.int32(kernels.BLOCK)
-    slot_mapping = tables[starts + context // kernels.BLOCK] * size + positions % size
-    items = kernels.work_items([1] * seqs, config.num_attention_heads // config.num_key_value_heads)
-    layout = ops.PagedLayout([1] * seqs, positions, slot_mapping, tables, starts, items)
+    slot_mapping = tables[np.repeat(starts, tokens) + positions // kernels.BLOCK] * size + positions % size
+    items = kernels.work_items([tokens] * seqs, config.num_attention_heads // config.num_key_value_heads)
+    layout = ops.PagedLayout([tokens] * seqs, positions, slot_mapping, tables, starts, items)
     none = np.zeros(seqs, np.int64)
     params = ops.RowParams.repeat(seqs)
-    rows = np.arange(seqs)
+    rows = np.arange(tokens - 1, seqs * tokens, tokens)
     sampling = SamplingMetadata(rows, none - 1, none.astype(np.uint64), none, none, params, [-1] * seqs, False)
     plan = Plan(none, layout, [], sampling)
-    hidden = torch.randn(seqs, config.hidden_size).to(model.device, model.dtype)
+    hidden = torch.randn(seqs * tokens, config.hidden_size).to(model.device, model.dtype)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

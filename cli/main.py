@@ -216,16 +216,18 @@ def contract(engine: Settings, as_json: AsJson = False) -> None:
     import torch
 
     from ..kernels.contract import Contract
+    from ..kernels.libraries import xformers_state
     from ..model.exact import parse_dtype
 
     device = torch.device(engine["device"])
     found = Contract.of(parse_dtype(engine["dtype"], device), device)
     if as_json:
-        print(json.dumps({**asdict(found), "hash": found.hash}))
+        print(json.dumps({**asdict(found), "hash": found.hash, "xformers": xformers_state()}))
         return
     for name, value in asdict(found).items():
         console.print(f"{name}: {value}", highlight=False)
     console.print(f"hash {found.hash}", highlight=False)
+    console.print(f"beside it, deciding no bit: xformers {xformers_state()}", highlight=False)
 
 
 @app.command()

@@ -35,13 +35,16 @@ from .actors import Actor, Call, gather
 class Link:
     """A stage's connection to those before and after it, over which hidden states go: gloo, or nccl on GPUs.
 
-    timeout: seconds that they may take.
+    timeout: seconds that they may take. Over nccl nobody here waits for them: they are ordered among the GPU's work. If
+    they don't come, the tokens don't, and `PipelineStep.wait` says so; torch's watchdog ends the process later still.
     """
 
     def __init__(self, address: str, port: int, rank: int, stages: int, timeout: float, device: torch.device):
         self.rank = rank
         self.timeout = timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
+        # given a limit, nccl's wait blocks the host until the tensor is there, and no step could be prepared meanwhile
+        self._limit = () if backend == "nccl" else (timedelta(seconds=timeout),)
         self._backend = new_backend(f"{address}:{port}", rank, stages, "pipeline", backend, timeout)
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -54,9 +57,12 @@ class Link:
         self._sending.append((work, hidden))  # whose memory it needs until then
 
     def receive(self, hidden: Tensor) -> None:
-        """Wait for hidden states of the stage before, written to `hidden`. WorkerError where none come in time."""
+        """Write hidden states of the stage before to `hidden`, before what is computed next.
+
+        Raises WorkerError where none come in time over gloo.
+        """
         try:
-            self._backend.recv([hidden], self.rank - 1, 0).wait(timedelta(seconds=self.timeout))
+            self._backend.recv([hidden], self.rank - 1, 0).wait(*self._limit)
         except RuntimeError as error:
             what = f"hidden states of stage {self.rank - 1}"
             raise WorkerError(f"{what} did not come within {self.timeout:g} s, or its process died: {error}") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,18 @@ logger = logging.getLogger(__name__)
 _BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let no cycle be collected: what it frees may call CUDA, which a stream that is recorded forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: Any) -> tuple[Callable[[], None], Tensor]:
     """(replay, the tensor that it fills). `run` runs before it is recorded: what it compiles or allocates for good is
     there then. Other threads may use the device meanwhile, to load new weights. side: the stream to record on, the same
@@ -29,7 +43,8 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: An
             run()
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
+        with _without_collections(), recording:
             out = run()
     return graph.replay, out
 

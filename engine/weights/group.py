@@ -147,7 +147,7 @@ class WeightGroup:
 
     def _wait(self, work: dist.Work, bucket: list[TensorSpec]) -> None:
         try:
-            if self.backend == "nccl":  # its `wait` orders streams and returns at once
+            if self.backend == "nccl":  # its `wait`, given a limit, spins on the host; then it only orders streams
                 deadline = time.monotonic() + self.timeout
                 while not work.is_completed():
                     if time.monotonic() > deadline:

@@ -54,10 +54,24 @@ def check_device(device: torch.device) -> None:
         return
     if not torch.cuda.is_available():
         raise RuntimeError("device 'cuda': torch sees no NVIDIA GPU (torch.cuda.is_available() is False); use 'cpu'")
-    capability = torch.cuda.get_device_capability(device)
+    if problem := compiler_problem(torch.cuda.get_device_capability(device), triton.__version__):
+        raise RuntimeError(f"{torch.cuda.get_device_name(device)}: {problem}")
+
+
+def compiler_problem(capability: tuple[int, int], version: str) -> str | None:
+    """Return why kernels that a version of Triton compiles can't run on GPUs of a compute capability, or None."""
     if capability < _OLDEST:
-        name = torch.cuda.get_device_name(device)
-        raise RuntimeError(f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 (Ampere) is needed")
+        return f"compute capability {capability[0]}.{capability[1]}; 8.0 (Ampere) is needed"
+    if capability == (10, 0) and tuple(map(int, version.split(".")[:2])) < (3, 7):
+        return (  # Triton's issue 9871
+            f"Triton {version} compiles loops of matrix products for compute capability 10.0 whose results differ from "
+            "run to run; install triton>=3.7"
+        )
+    if capability == (10, 3):
+        return (  # Triton's issues 10590 and 10821
+            "Triton is known to compile wrong kernels for compute capability 10.3; use another GPU, or device='cpu'"
+        )
+    return None
 
 
 def trees(device: torch.device) -> dict[str, str]:
@@ -132,12 +146,13 @@ def linear_unpacked(
 def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return x @ weight.T in `dtype` with weight's precision, by cuBLAS.
 
-    The bits are the same from run to run, which is enough for a backward pass.
+    The bits are the same from run to run, which is enough for a backward pass. Sums are fp32 to their end: where cuBLAS
+    gives 16 bits, it may add the parts of a split product in 16 bits, too.
     """
     x = x.to(weight.dtype)
-    if dtype == x.dtype or x.device.type == "cpu":
+    if x.dtype == torch.float32 or x.device.type == "cpu":
         return (x @ weight.t()).to(dtype)
-    return torch.mm(x, weight.t(), out_dtype=dtype)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32).to(dtype)
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

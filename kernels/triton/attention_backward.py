@@ -1,4 +1,4 @@
-"""Gradients of packed causal attention: torch's FlashAttention-2 where it proves itself, Triton kernels elsewhere.
+"""Gradients of packed causal attention: torch's FlashAttention-2 where it agrees with fp64, Triton kernels elsewhere.
 
 Only the forward's bits are shared with rollouts; a backward has to be right, and the same from run to run. Both are fed
 with the forward's output and log-sum-exp.
@@ -6,8 +6,7 @@ with the forward's output and log-sum-exp.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,24 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
+from ..backend import NumericsError
 from ..layout import to_device
 from .attention import padded_width
-from .launch import launch, multiprocessors, shared_memory
+from .launch import launch, shared_memory
+from .library_backward import candidate
 
-_MOST_BYTES = 1 << 30
-_mode = threading.Lock()  # torch has one for the process
+BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of `gradient_error`
 
 
 @triton.jit
-def _weights_and_grads(q, k, v, grad, lse, delta, row, column, scale, window):
-    """Return a tile's attention weights, and the gradients of its scores, [rows, columns] (Dao et al., 2022, B.2)."""
-    seen = column[None, :] <= row[:, None]
+def _weights_and_grads(a, b, grad_a, grad_b, lse, delta, row, column, scale, window):
+    """Return a tile's attention weights, and the gradients of its scores (Dao et al., 2022, B.2).
+
+    a, grad_a: queries and upstream gradients, b, grad_b: keys and values, for [rows, columns]; the other way round for
+    [columns, rows]. lse, delta and row, of queries, and column, of keys, are given as they spread over the result.
+    """
+    seen = column <= row
     if window > 0:
-        seen = seen & (column[None, :] > row[:, None] - window)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-    p = tl.where(seen, tl.exp2(s - (lse * 1.4426950408889634)[:, None]), 0.0)
-    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    return p, p * (dp - delta[:, None]) * scale
+        seen = seen & (column > row - window)
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * (scale * 1.4426950408889634)
+    p = tl.where(seen, tl.exp2(s - lse * 1.4426950408889634), 0.0)
+    dp = tl.dot(grad_a, tl.trans(grad_b), input_precision="ieee")
+    return p, p * (dp - delta) * scale
 
 
 @triton.jit
@@ -74,7 +78,10 @@ def _grad_q(
         column = begin + tl.arange(0, TILE)
         keys = _rows_of(k, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
         values = _rows_of(v, column, kv_head, kv_heads, column < end, DIM, BLOCK_D)
-        _, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
+        _, ds = _weights_and_grads(
+            queries, keys, upstream, values, row_lse[:, None], row_delta[:, None],
+            row[:, None], column[None, :], scale, window,
+        )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype.element_ty), keys, acc, input_precision="ieee")
     d = tl.arange(0, BLOCK_D)
     address = out + (row.to(tl.int64) * heads + h)[:, None] * DIM + d[None, :]
@@ -86,7 +93,10 @@ def _grad_kv(
     q, k, v, grad, lse, delta, out_k, out_v, tiles, heads, kv_heads, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one tile of keys of a KV head: the group's heads, then queries ascending, no atomics."""
+    """Write the gradients of one tile of keys of a KV head: the group's heads, then queries ascending, no atomics.
+
+    Scores are [keys, queries], so that nothing is transposed in registers: compilers were wrong there (Triton 11366).
+    """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 2)
     group = heads // kv_heads
@@ -103,9 +113,12 @@ def _grad_kv(
         for begin in range(first, stop, TILE):
             row = begin + tl.arange(0, TILE)
             queries, upstream, row_lse, row_delta = _query_tile(q, grad, lse, delta, row, end, h, heads, DIM, BLOCK_D)
-            p, ds = _weights_and_grads(queries, keys, values, upstream, row_lse, row_delta, row, column, scale, window)
-            acc_v = tl.dot(tl.trans(p).to(q.dtype.element_ty), upstream, acc_v, input_precision="ieee")
-            acc_k = tl.dot(tl.trans(ds).to(q.dtype.element_ty), queries, acc_k, input_precision="ieee")
+            p, ds = _weights_and_grads(
+                keys, queries, values, upstream, row_lse[None, :], row_delta[None, :],
+                row[None, :], column[:, None], scale, window,
+            )  # fmt: skip
+            acc_v = tl.dot(p.to(q.dtype.element_ty), upstream, acc_v, input_precision="ieee")
+            acc_k = tl.dot(ds.to(q.dtype.element_ty), queries, acc_k, input_precision="ieee")
     d = tl.arange(0, BLOCK_D)
     address = (column.to(tl.int64) * kv_heads + kv_head)[:, None] * DIM + d[None, :]
     mask = column_mask[:, None] & (d < DIM)[None, :]
@@ -136,51 +149,81 @@ def _triton_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: flo
     return grads
 
 
-def _library_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: float, window: int):
-    """Return the gradients by FlashAttention-2 (Dao, 2023) in its deterministic mode, an operator of torch's."""
-    starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), q.device)
-    state, most = torch.zeros(2, dtype=torch.uint64, device=q.device), max(lengths)
-    settings: Any = torch.utils.deterministic
-    with _mode:
-        before, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-        settings.fill_uninitialized_memory = False  # gradients are written whole
-        torch.set_deterministic_debug_mode("error")  # not use_deterministic_algorithms: that sets up Inductor, too
-        try:
-            return torch.ops.aten._flash_attention_backward(
-                grad, q, k, v, out, lse.t().contiguous(), starts, starts, most, most, 0.0, True, state, state[:0],
-                scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
-            )  # fmt: skip
-        finally:
-            settings.fill_uninitialized_memory = fill
-            torch.set_deterministic_debug_mode(before)
+def dense_attention(q, k, v, lengths: Sequence[int], scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed causal attention [T, heads, D] and log-sum-exp [T, heads] by plain torch, differentiable.
+
+    In fp64 it is the reference for gradients. Its memory grows with the square of the longest sequence.
+    """
+    outs, sums, group = [], [], q.shape[1] // k.shape[1]
+    for a, b, c in zip(*(t.transpose(0, 1).split(list(lengths), 1) for t in (q, k, v)), strict=True):
+        at = torch.arange(a.shape[1], device=a.device)
+        seen = (at <= at[:, None]) & (at > at[:, None] - (window or len(at)))
+        scores = (a @ b.repeat_interleave(group, 0).mT * scale).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ c.repeat_interleave(group, 0)).transpose(0, 1))
+        sums.append(scores.logsumexp(-1).t())
+    return torch.cat(outs), torch.cat(sums)
+
+
+def exact_gradients(q, k, v, grad, lengths: Sequence[int], scale: float, window: int) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v in fp64, by torch's autograd."""
+    leaves = tuple(t.detach().double().requires_grad_() for t in (q, k, v))
+    with torch.enable_grad():
+        out, _ = dense_attention(leaves[0], leaves[1], leaves[2], lengths, scale, window)
+    return torch.autograd.grad(out, leaves, grad.double())
+
+
+def gradient_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest relative error of a gradient [T, heads, D] among blocks of 64 tokens of a head.
+
+    It is that of the Frobenius norm. The largest error of an element would not show that a block of keys is missing:
+    in a long sequence it has a small share of each sum.
+    """
+
+    def norms(t: torch.Tensor) -> torch.Tensor:
+        return torch.stack([block.square().sum((0, 2)).sqrt() for block in t.split(64)])
+
+    return float((norms(found.double() - exact) / norms(exact)).max())
 
 
 @cache
-def library_serves(device: torch.device, dtype: torch.dtype, group: int, dim: int, windowed: bool) -> bool:
-    """Return True if the library takes such heads, repeats its bits and agrees with our kernels.
+def is_proven(backward: Any, device: torch.device, dtype: torch.dtype, group: int, dim: int, windowed: bool) -> bool:
+    """Return True if a backward takes such heads, repeats its bits and agrees with fp64. Tried once, on random numbers.
 
-    Tried once, on random sequences.
+    backward: called as `_triton_backward`.
     """
     lengths, heads, window, scale = [700, 1, 333], 2 * group, 200 if windowed else 0, dim**-0.5
-    tokens, numbers = sum(lengths), torch.Generator(device).manual_seed(0)
+    numbers = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
-        torch.randn(tokens, h, dim, generator=numbers, device=device).to(dtype) for h in (heads, 2, 2, heads)
+        torch.randn(sum(lengths), h, dim, generator=numbers, device=device).to(dtype) for h in (heads, 2, 2, heads)
     )
-    sequence, at = torch.arange(3).repeat_interleave(torch.tensor(lengths)), torch.arange(tokens)
-    seen = (sequence[:, None] == sequence) & (at <= at[:, None]) & (at > at[:, None] - (window or tokens))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(group, 1)) * scale
-    scores = scores.masked_fill(~seen.to(device), -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float().repeat_interleave(group, 1)).to(dtype)
-    given = q, k, v, out, scores.logsumexp(-1).t().contiguous(), grad, lengths, scale, window
+    out, lse = dense_attention(q.float(), k.float(), v.float(), lengths, scale, window)
+    given = q, k, v, out.to(dtype), lse, grad, lengths, scale, window
     try:
-        first, *more = (_library_backward(*given) for _ in range(4))
+        first, *more = (backward(*given) for _ in range(4))
     except torch.OutOfMemoryError:
         raise  # says nothing of the next time
     except (RuntimeError, NotImplementedError):  # what it says of a head, a dtype or a device that it doesn't take
         return False
     same = all(torch.equal(a, b) for again in more for a, b in zip(first, again, strict=True))
-    pairs = zip(first, _triton_backward(*given), strict=True)
-    return same and all((a.float() - b.float()).abs().max() < b.float().abs().max() / 32 for a, b in pairs)
+    exact = exact_gradients(q, k, v, grad, lengths, scale, window)
+    return same and all(gradient_error(a, b) < BUDGETS[dtype] for a, b in zip(first, exact, strict=True))
+
+
+def serving_backward(q: torch.Tensor, kv_heads: int, lengths: Sequence[int], window: int) -> Callable[..., Any]:
+    """Return what computes the gradients of such queries: torch's candidate if it has proven itself, or our kernels.
+
+    Raises NumericsError on a GPU where our kernels would have to serve, but don't agree with fp64.
+    """
+    where = q.device, q.dtype, q.shape[1] // kv_heads, q.shape[2], window > 0
+    library = candidate(q, lengths)
+    if library is not None and is_proven(library, *where):
+        return library
+    if q.is_cuda and not is_proven(_triton_backward, *where):
+        raise NumericsError(
+            f"attention's gradients for head_dim {q.shape[2]} in {q.dtype} are not those of fp64 on this GPU, with "
+            f"Triton {triton.__version__}: try another version of it, and please report this one"
+        )
+    return _triton_backward
 
 
 def attention_backward(
@@ -197,10 +240,8 @@ def attention_backward(
     """Return the gradients of q, k and v in their dtype, for packed sequences [T, heads, D].
 
     out, grad [T, heads, D]; lse [T, heads] fp32; lengths: of the sequences; window: keys a query sees, 0 is all.
+    Raises NumericsError as `serving_backward` does.
     """
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
-    served = library_serves(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], window > 0)
-    # In its deterministic mode it has an fp32 gradient of q for each of many programs.
-    copies = -(-multiprocessors(q.device) // max(1, len(lengths) * q.shape[1]))
-    served = served and copies * 4 * q.numel() <= _MOST_BYTES
-    return (_library_backward if served else _triton_backward)(q, k, v, out, lse, grad, lengths, scale, window)
+    backward = serving_backward(q, k.shape[1], lengths, window)
+    return backward(q, k, v, out, lse, grad, lengths, scale, window)

@@ -34,6 +34,11 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if INTERPRETED else _properties(device).multi_processor_count
 
 
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the device's current stream; 0 in the interpreter."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may have."""
     return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch, multiprocessors
+from .launch import current_stream, launch, multiprocessors
 from .schedules import Tile, linear_tile
 
 BLOCK_K = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
@@ -147,12 +147,15 @@ def _linear_persistent(
         tl.store(address, total.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (f < features)[None, :])
 
 
-_scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+_scratch: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
 
 
 def scratch(device: torch.device, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """Return a buffer, zeroed once; kernels leave counters at zero. None is ever freed: graphs know the address."""
-    buffers = _scratch.setdefault((device, dtype), [])
+    """Return a buffer of the current stream, zeroed once; kernels leave counters at zero.
+
+    Launches of one stream use it in turn. None is ever freed: graphs know the address.
+    """
+    buffers = _scratch.setdefault((device, dtype, current_stream(device)), [])
     if not buffers or buffers[-1].numel() < size:
         room = max(size, 2 * buffers[-1].numel() if buffers else 1 << 16)
         buffers.append(torch.zeros(room, dtype=dtype, device=device))

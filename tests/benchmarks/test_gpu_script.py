@@ -1,47 +1,132 @@
-"""`make gpu` where there is no GPU: the script that a machine with one runs is sound."""
+"""`make gpu` where there is no GPU: the scripts that a machine with one runs are sound."""
 
+import argparse
 import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
 import gpu
-from helpers.interpreter import interpreted
+import gpu_report
+from helpers import faulty_parts
+from isolate import Part, Reply, run_parts
 
 FOLDER = pathlib.Path(gpu.__file__).parent
+VERSIONS = Part("probes", "versions", 20, dict)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("only", ["bits", "speed"])
-def test_tiny_run(only, tmp_path, monkeypatch, one_thread):
-    """The gate on interpreted kernels, the timings on the CPU's; and a hash that changed is a failure."""
-    arguments = ["gpu.py", "--tiny", "--device", "cpu", "--only", only, "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(gpu.gpu_bits, "properties", lambda *_: {"schedules": 0, "differ": []})  # test_triton.py has it
-    with interpreted() if only == "bits" else monkeypatch.context(), pytest.raises(SystemExit) as end:
-        gpu.main()
+def fresh() -> dict:
+    return {"versions": {}, "probes": {}, "bits": {}, "speed": {}, "errors": {}, "skipped": {}, "seconds": {}}
+
+
+def end(result: dict, folder: pathlib.Path, stopped: str | None = None) -> str | int:
+    return gpu.conclude(argparse.Namespace(out=folder, golden=folder, tiny=False), result, stopped)
+
+
+def test_parts_have_names_of_their_own():
+    names = [name for _, name, _ in gpu.PARTS]
+    assert len(set(names)) == len(names) and set(names).issuperset((*gpu.OPTIONAL, *gpu.ON_GPUS))
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_everything(tmp_path):
+    """Gates on interpreted kernels, timings on the CPU's."""
+    folder = ["--out", tmp_path, "--golden", tmp_path, "--cache", tmp_path / "cache.tar.gz"]
+    command = [sys.executable, FOLDER / "gpu.py", "--tiny", "--device", "cpu", *folder, "--seconds", "900"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     result = json.loads((tmp_path / "gpu_none.json").read_text())
-    assert end.value.code is False, result["errors"]
-    if only == "speed":
-        assert set(result["speed"]) == {
-            "rates", "experts", "decode", "training", "large_batch", "workload", "workload without exact ops"
-        }  # fmt: skip
-        assert (tmp_path / "gpu_none.md").read_text().count("## ") == len(result["speed"])
-        return
-    assert all(not part["differ"] for part in result["bits"].values())
+    assert run.returncode == 0, (run.stdout, run.stderr, result["errors"])
+    assert not result["skipped"]
+    ran = {name for group in gpu.GROUPS for name in result[group]} | {"versions"}
+    assert ran == {name for _, name, _ in gpu.PARTS} - set(gpu.ON_GPUS)
     assert result["bits"]["linear"]["compared"] > 20
-    kept = tmp_path / "gpu_none_hashes.json"
-    hashes = json.loads(kept.read_text())
-    (compiler,) = hashes
-    name = next(iter(hashes[compiler]))
-    hashes[compiler][name] = "changed"
-    kept.write_text(json.dumps(hashes))
-    assert gpu.golden(result["bits"], kept, compiler) == [name]
+    assert (tmp_path / "gpu_none.md").read_text().count("## ") > 5
 
 
-def test_without_a_gpu_it_says_so():
-    run = subprocess.run([sys.executable, FOLDER / "gpu.py"], capture_output=True, text=True, check=False)
+def test_failures_are_reported_with_their_case_and_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
+    result, command = fresh(), [sys.executable, faulty_parts.__file__]
+    replies = run_parts(faulty_parts.PARTS, command, tmp_path, time.monotonic() + 60)
+    assert gpu.collect(replies, result, lambda part: None) is None
+    printed = capsys.readouterr().out
+    assert set(result["errors"]) == {"crash", "hang", "no memory"}
+    assert set(result["skipped"]) == {"missing"}, "a comparison fails no run"
+    for line in ("died of SIGSEGV", "in: tile 128x256, 17 rows", "DIFFERS bfloat16 qkv: 17 rows", "in: batch 256"):
+        assert line in printed
+    assert end(result, tmp_path) == 1
+    page = capsys.readouterr().out
+    assert "| crash | died of SIGSEGV | tile 128x256, 17 rows |" in page
+    assert "| missing (a comparison) | ZeroDivisionError |" in page
+
+
+def test_what_fails_a_run(tmp_path):
+    """A wrong bit and an error do; a comparison's error doesn't; a hash that changed does."""
+    good = {"compared": 3, "differ": [], "hashes": {"qkv": "aa"}}
+    assert end(fresh() | {"bits": {"linear": good}}, tmp_path) == 0
+    assert end(fresh() | {"bits": {"linear": good}, "skipped": {"vllm": {"kind": "x"}}}, tmp_path) == 0
+    assert end(fresh() | {"bits": {"linear": good | {"differ": ["17 rows"]}}}, tmp_path) == 1
+    assert end(fresh() | {"errors": {"decode": {"kind": "out of memory"}}}, tmp_path) == 1
+    changed = fresh() | {"bits": {"linear": good | {"hashes": {"qkv": "bb"}}}}
+    assert end(changed, tmp_path) == 1 and set(changed["errors"]) == {"linear: qkv"}
+    assert end(fresh(), tmp_path, "no C compiler") == "stopped: no C compiler"
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply({"differ": [], "compared": 1, "stop": "no C compiler"}, None, 1.0), "no C compiler"),
+        (Reply(None, {"kind": "died of SIGSEGV", "message": ""}, 1.0), "probe compiler failed"),
+    ],
+)
+def test_the_first_probes_say_whether_to_go_on(reply, reason):
+    result, later = fresh(), []
+
+    def replies():
+        yield VERSIONS, Reply({"gpu": "H100"}, None, 1.0)
+        yield Part("probes", "probe compiler", 1, dict), reply
+        later.append("started")
+        yield Part("bits", "linear", 1, dict), Reply({}, None, 1.0)
+
+    assert gpu.collect(replies(), result, lambda part: None) == reason
+    assert not later and result["versions"] == {"gpu": "H100"}
+
+
+def test_the_compile_cache_is_kept_and_restored(tmp_path):
+    kept, folder, archive = tmp_path / "a", tmp_path / "b", tmp_path / "deep/cache.tar.gz"
+    (kept / "hash").mkdir(parents=True)
+    (kept / "hash/kernel.cubin").write_bytes(b"\x7fELF")
+    gpu.restore_cache(archive, folder)
+    assert not list(folder.iterdir()), "there is none yet"
+    gpu.keep_cache(archive, kept)
+    gpu.restore_cache(archive, folder)
+    assert (folder / "hash/kernel.cubin").read_bytes() == b"\x7fELF"
+
+
+def test_bars_are_computed_from_what_was_measured():
+    """Exactness costs what the plain step would take with the library's attention; what is missing is left open."""
+    row = {"context": 1024, "exact_ms": 10.0, "plain_ms": 9.8, "of_bound": 0.65}
+    attention = {"batch": 32, "context": 1024, "layers": 28, "us": 50.0, "library_us": 40.0}
+    speed = {
+        "decode": [row | {"batch": 8}, row | {"batch": 32}, row | {"batch": 256}, row | {"batch": 32, "context": 8192}],
+        "attention layer": [attention], "training": {"step_over_hf": 1.3}, "large batch": {"output_tok_s": 26_000.0},
+        "experts layer": [{"of_grouped_mm": 0.9}, {"of_grouped_mm": 1.1}],
+    }  # fmt: skip
+    found = {bar["bar"]: (bar["figure"], bar["met"]) for bar in gpu_report.bars(speed)}
+    assert found["exactness costs of decode, batch >= 32"] == (pytest.approx(1 - (9.8 - 0.28) / 10), True)
+    assert found["exactness costs of decode, batch <= 8"] == (pytest.approx(0.02), True)
+    assert found["decode, batch 32, 1k, of the bandwidth bound"] == (0.65, True)
+    assert found["decode, batch 256, 1k, of the bandwidth bound"] == (0.65, False)
+    assert found["trainer's forward + backward, of HF's with SDPA"] == (1.3, False)
+    assert found["output tok/s, 1.7B shape, batch 512"] == (26_000.0, True)
+    assert found["output tok/s, of HF's continuous batching"] == (None, None)
+    assert found["experts layer, of grouped_mm"] == (0.9, None)
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    command = [sys.executable, FOLDER / "gpu.py", "--out", tmp_path, "--cache", tmp_path / "cache"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "torch sees no NVIDIA GPU" in run.stderr

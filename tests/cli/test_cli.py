@@ -22,6 +22,7 @@ from samebits import __version__
 from samebits.cli import main
 from samebits.cli.main import app
 from samebits.engine import EngineConfig
+from samebits.kernels.libraries import xformers_state
 from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
 
@@ -120,6 +121,7 @@ def test_contract_prints_the_hash_that_the_engine_uses(checkpoint):
     printed = json.loads(samebits("contract", "--dtype", "bfloat16", "--json").stdout)
     llm = LLM(checkpoint("llama"), dtype="bfloat16", kv_cache_memory_bytes=2**20)
     assert printed["hash"] == llm.contract.hash
+    assert printed["xformers"] == xformers_state()
 
 
 @pytest.mark.parametrize("command", ["", "generate", "chat", "serve", "train", "verify", "bench", "rollout"])

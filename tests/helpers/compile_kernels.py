@@ -98,9 +98,9 @@ def catch_all(capability: int) -> None:
     for module in MODULES:
         module.launch = catch
     linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
-    backward.multiprocessors = attention.multiprocessors = lambda device: 132
+    attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
-    backward.library_serves = lambda *_: False
+    backward.candidate = lambda *_: None
     for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}

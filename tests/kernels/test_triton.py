@@ -37,8 +37,9 @@ from helpers.schedules import check_results, random_requests, run_schedule
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 assert INTERPRETED
-linear, paged, backward, sampling = (
-    sys.modules[f"samebits.kernels.triton.{name}"] for name in ("linear", "attention", "attention_backward", "sampling")
+linear, paged, backward, library, sampling = (
+    sys.modules[f"samebits.kernels.triton.{name}"]
+    for name in ("linear", "attention", "attention_backward", "library_backward", "sampling")
 )
 DTYPES = ops.DTYPES["cuda"]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -105,7 +106,28 @@ def test_arrival_counters_are_left_at_zero():
     x, w = torch.randn(40, 256), torch.randn(50, 256)
     before = products(x, [w], [None], torch.float32, Tile(16, 16, 2, 4, True))[0]
     assert torch.equal(products(x, [w], [None], torch.float32, Tile(32, 32, 2, 4, True))[0], before)
-    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32])
+    assert not any(buffer.any() for buffer in linear._scratch[x.device, torch.int32, 0])
+
+
+def test_streams_share_no_scratch(monkeypatch):
+    """Launches of two streams overlap: one would count the other's arrivals."""
+    x, w, tile = torch.randn(40, 256), torch.randn(50, 256), Tile(16, 16, 2, 4, True)
+    used = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(linear, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(linear, "launch", lambda kernel, grid, *args, **_: used.append(args[10:12]))
+        products(x, [w], [None], torch.float32, tile)
+    first, second, again = ([t.data_ptr() for t in buffers] for buffers in used)
+    assert first == again and not set(first) & set(second)
+
+
+def test_compilers_known_to_be_wrong_are_refused():
+    for capability, version, problem in [
+        ((7, 5), "3.7.1", "8.0"), ((10, 0), "3.6.0", "triton>=3.7"), ((10, 3), "3.8.0", "10.3"),
+    ]:  # fmt: skip
+        assert problem in kernels.compiler_problem(capability, version)
+    for capability, version in [((8, 0), "3.2.0"), ((9, 0), "3.6.0"), ((10, 0), "3.7.0"), ((10, 0), "3.10.1")]:
+        assert kernels.compiler_problem(capability, version) is None
 
 
 def packed(dtype, lengths, heads, kv_heads, dim):
@@ -210,6 +232,14 @@ def dense_backward(q, k, v, out, lse, grad, lengths, scale, window):
     return tuple(torch.cat(t) for t in zip(*parts, strict=True))
 
 
+def without_a_block(q, k, v, out, lse, grad, *rest):
+    """The last queries of the first sequence give nothing to its first keys."""
+    found = dense_backward(q, k, v, out, lse, grad, *rest)
+    first_queries = torch.arange(len(q))[:, None, None] < 640
+    found[2][:64] = dense_backward(q, k, v, out, lse, grad * first_queries, *rest)[2][:64]
+    return found
+
+
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
     """torch's has no kernel for a CPU: it must be refused, and so must one that is wrong or never the same."""
@@ -217,21 +247,64 @@ def test_a_librarys_backward_has_to_prove_itself(window, monkeypatch):
     q, k, v, cache, layout = packed(torch.float16, lengths, 4, 2, 16)
     out, lse = ops.paged_attention(q, k, v, cache, layout, scale, window)
     given = q, k, v, out, lse, torch.randn_like(q), lengths, scale, window
-    where = q.device, q.dtype, 2, 16, window > 0
     ours = backward._triton_backward(*given)
 
     def served(function):
-        backward.library_serves.cache_clear()
-        monkeypatch.setattr(backward, "_library_backward", function)
-        found = kernels.attention_backward(*given)
-        assert backward.library_serves(*where) != all(map(torch.equal, found, ours))
-        return backward.library_serves(*where)
+        monkeypatch.setattr(backward, "candidate", lambda *_: function)
+        found, chosen = kernels.attention_backward(*given), backward.serving_backward(q, 2, lengths, window)
+        assert chosen in (function, backward._triton_backward)
+        assert all(map(torch.equal, found, ours)) == (chosen is backward._triton_backward)
+        return chosen is function
 
-    assert not served(backward._library_backward)
+    assert not served(library.flash_backward)
+    assert not served(library.efficient_backward)
+    assert not served(None)
     assert served(dense_backward)
-    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.5, *a[5:]))
-    assert not served(lambda *a: tuple(t + torch.rand(()) / 256 for t in dense_backward(*a)))
-    backward.library_serves.cache_clear()
+    assert not served(lambda *a: dense_backward(*a[:4], a[4] + 0.05, *a[5:]))
+    assert not served(lambda *a: tuple(t + torch.rand(()) / 4096 for t in dense_backward(*a)))
+    assert served(without_a_block) == (window > 0), "within a window they have nothing to give"
+
+
+def test_each_type_has_a_candidate_of_bounded_memory(monkeypatch):
+    monkeypatch.setattr(library, "multiprocessors", lambda device: 132)
+    few, many = torch.empty(8, 16, 128), torch.empty(1, 1, 1).expand(1 << 16, 16, 128)
+    assert library.candidate(few, [8]) is library.efficient_backward
+    assert library.candidate(few.half(), [8]) is library.candidate(few.bfloat16(), [8]) is library.flash_backward
+    assert library.candidate(many, [1 << 16]) is library.candidate(many.to("meta").half(), [1 << 16]) is None
+
+
+def test_the_padded_log_sum_exp_is_what_torchs_operator_documents(monkeypatch):
+    """Its inputs are recorded: keys for every head, sums padded by infinity, one split, a causal mask, the window."""
+    lengths, (q, k, v, out, grad) = [33, 2], (torch.randn(35, heads, 8) for heads in (4, 2, 2, 4, 4))
+    lse, calls = torch.randn(35, 4), []
+
+    def record(*given, **options):
+        calls.append((given, options))
+        return torch.ones(1, 35, 4, 8), torch.ones(1, 35, 4, 8), torch.full((1, 35, 4, 8), 2.0), None
+
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", record)
+    dq, dk, dv = library.efficient_backward(q, k, v, out, lse, grad, lengths, 0.3, 7)
+    (given, options) = calls[0]
+    assert torch.equal(given[2][0], k[:, [0, 0, 1, 1]]) and torch.equal(given[3][0], v[:, [0, 0, 1, 1]])
+    assert given[6].tolist() == given[7].tolist() == [0, 33, 35] and given[8:10] == (33, 33)
+    padded = given[10]
+    assert padded.shape == (2, 4, 64)
+    assert torch.equal(padded[0, :, :33], lse[:33].t()) and torch.equal(padded[1, :, :2], lse[33:].t())
+    assert padded[0, :, 33:].isposinf().all() and padded[1, :, 2:].isposinf().all()
+    assert given[14] == 1 and options == {"scale": 0.3, "num_splits_key": 1, "window_size": 7}
+    assert dq.shape == q.shape and torch.equal(dk, torch.full_like(k, 2.0)) and torch.equal(dv, torch.full_like(v, 4.0))
+
+
+def test_the_reference_of_gradients_is_the_tests_own():
+    """It judges the kernels on a GPU, and here it is judged by code that shares nothing with it."""
+    lengths = [70, 1, 33]
+    q, k, v, upstream = (torch.randn(sum(lengths), heads, 20) for heads in (4, 2, 2, 4))
+    for window in (0, 40):
+        wide = [t.double().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(reference_attention(*wide, lengths, 0.3, window), wide, upstream.double())
+        found = backward.exact_gradients(q, k, v, upstream, lengths, 0.3, window)
+        for a, b in zip(found, expected, strict=True):
+            assert error(a, b, 1.0) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
