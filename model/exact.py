@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, NumericsError, probe
+from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
@@ -24,7 +24,7 @@ from .experts import is_experts, use_exact_experts
 from .families import TESTED
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
-from .paged import plain_call, random_input
+from .paged import group_size, head_dim, plain_call, random_input
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
@@ -170,6 +170,8 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         if exact:
             _make_modules_exact(model)
             probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)])
+            if model.device.type == "cuda":
+                probe_attention(model.device, model.dtype, group_size(model.config), head_dim(model.config))
         if head is not None:
             head.scale = logit_scale(model)  # type: ignore[assignment]
         if exact:
