@@ -99,8 +99,16 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})
 
 
-def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype; ValueError where the device's kernels don't support it."""
+def parse_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, config: PretrainedConfig | None = None
+) -> torch.dtype:
+    """The torch dtype; ValueError where the device's kernels don't support it.
+
+    None is float32 on a CPU, and on a GPU what the checkpoint's config says, whose products are many times faster.
+    """
+    if dtype is None:
+        kept = getattr(config, "dtype", None)
+        dtype = kept if device.type == "cuda" and kept in ops.DTYPES["cuda"] else torch.float32
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     ops.backend(device)
     supported = ops.DTYPES[device.type]
@@ -285,25 +293,25 @@ def load_config(path: os.PathLike) -> PretrainedConfig:
 
 def exact_model(
     name: str | os.PathLike,
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     exact: bool = True,
     adapter: Any = None,
 ) -> PreTrainedModel:
     """Return a HF causal LM whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
-    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". exact=False: torch's own
-    ops, for comparison. adapter: a `peft.LoraConfig`, a PEFT model whose adapter is copied, or a folder with PEFT's
-    files; the result is then PEFT's model, whose adapter alone is trained. `peft.get_peft_model` on an exact model
-    gives the same.
+    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and
+    the checkpoint's on a GPU. exact=False: torch's own ops, for comparison. adapter: a `peft.LoraConfig`, a PEFT model
+    whose adapter is copied, or a folder with PEFT's files; the result is then PEFT's model, whose adapter alone is
+    trained. `peft.get_peft_model` on an exact model gives the same.
 
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
     samebits does not cover, NumericsError where this machine can't keep the promise.
     """
     device = torch.device(device)
-    dtype = parse_dtype(dtype, device)
     path = resolve(name)
     config = load_config(path)
+    dtype = parse_dtype(dtype, device, config)
     check_config(config)
     manifest(path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

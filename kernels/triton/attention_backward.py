@@ -192,7 +192,7 @@ def exact_gradients(q, k, v, grad, lengths: Sequence[int], scale: float, window:
     """Return the gradients of q, k and v in fp64, by torch's autograd."""
     leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
     with torch.enable_grad():
-        out, _ = dense_attention(*leaves, lengths, scale, window)
+        out, _ = dense_attention(leaves[0], leaves[1], leaves[2], lengths, scale, window)
     return torch.autograd.grad(out, leaves, grad.double())
 
 
