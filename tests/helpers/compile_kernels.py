@@ -94,7 +94,7 @@ def compile_one(job: dict, capability: int) -> dict:
         "contracted": re.search(r"\bfma\S*\.f32", ptx) is not None,  # a sum of two bf16 may be one, times 1
         "sum": "; ".join(reductions(compiled.asm["ttgir"])),
         "warnings": re.findall(r"\(C7\d+\)", said.text),  # such as products that wait for each other
-        "heard": "ptxas info" in said.text,
+        "heard": " registers" in said.text,
         "shared": compiled.metadata.shared,
         "stack": int(stack[1]) if stack else None,
         "registers": int(registers[1]) if registers else None,
