@@ -30,7 +30,7 @@ def measure(
     model: str,
     work: dict,
     repeats: int,
-    dtype: str,
+    dtype: str | None,
     exact: bool,
     turn: Callable[[], object] = lambda: None,
     **settings,
@@ -66,7 +66,7 @@ def measure(
     return {
         "engine": "samebits" if exact else "samebits, switches off",
         "workload": work["name"],
-        "dtype": dtype,
+        "dtype": llm.config.dtype,
         "output_tok_s": [round(tokens / s, 1) for s in seconds],
         "prompt_tokens_computed": computed,
         "start_seconds": round(start_seconds, 2),

@@ -17,8 +17,9 @@ NOUNS = {"bool": "a bool", "int": "an integer", "float": "a number"}
 class EngineConfig:
     """Engine settings, by vLLM's names. Only `dtype`, `device`, `exact` and the adapter's change a bit."""
 
-    dtype: str = "float32"
-    """Number format of weights and activations: float32, bfloat16 or float16."""
+    dtype: str = None  # type: ignore[assignment]  # chosen when the checkpoint is known
+    """Number format of weights and activations: float32, bfloat16 or float16. Unset, float32 on a CPU, and the
+    checkpoint's on a GPU."""
     adapter: str | None = None
     """A LoRA adapter in PEFT's files, which becomes weight version 1; in Python also a LoraConfig, which begins with
     zeros, or a PEFT model."""

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
 from ..model.adapter import is_folder, load_adapter_config
 from ..model.checkpoint import resolve
-from ..model.exact import load_config
+from ..model.exact import load_config, parse_dtype
 from .config import EngineConfig
 from .core import EngineCore
 from .detokenizer import Tokenizer
@@ -46,6 +47,9 @@ class LLM:
             self.config = replace(self.config, adapter=chosen)
         self.path = resolve(model)
         self.model_config = load_config(self.path)
+        if engine is None and self.config.dtype is None:
+            found = parse_dtype(None, torch.device(self.config.device or "cpu"), self.model_config)
+            self.config = replace(self.config, dtype=str(found).removeprefix("torch."))
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         self.engine = make_engine(self.path, self.config, self.tokenizer) if engine is None else engine
         self.contract = self.engine.contract

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 
 from . import ops
 from .backend import NumericsError as NumericsError
+from .layout import PagedLayout
+
+_REPEATS = 50  # of what some compilers were seen to get wrong now and then
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,8 @@ def _cpu_name() -> str:
     return llvmlite.binding.get_host_cpu_name()
 
 
-def _row_stable(run, x: torch.Tensor) -> bool:
-    """Return whether the rows of run(x) are the same bits alone, in every small batch and on one thread."""
+def _row_stable(run, x: torch.Tensor, counts: Sequence[int]) -> bool:
+    """Return whether the rows of run(x) are the same bits in batches of `counts` rows and on one thread."""
     whole = run(x)
     threads = torch.get_num_threads()
     try:
@@ -85,10 +90,23 @@ def _row_stable(run, x: torch.Tensor) -> bool:
         single = run(x)
     finally:
         torch.set_num_threads(threads)
-    parts = [(start, count) for count in (1, 2, 3, 4, 7, 16) for start in (0, x.shape[0] - count)]
+    parts = [(start, count) for count in counts for start in (0, x.shape[0] - count)]
     return _same_bytes(whole, single) and all(
         _same_bytes(run(x[a : a + n].contiguous()), whole[a : a + n]) for a, n in parts
     )
+
+
+def _batches(device: torch.device, features: int) -> tuple[int, list[int]]:
+    """Return the rows of a probe's batch, and those of the batches to compare it with."""
+    if device.type == "cpu":
+        return 19, [1, 2, 3, 4, 7, 16]
+    rows = 600 if features <= 1 << 16 else 300  # logits take memory
+    counts = [count for count in (1, 17, 33, 65, 129, 257, 513) if count < rows]
+    return rows, [*counts, *[rows] * _REPEATS]
+
+
+def _device_name(device: torch.device) -> str:
+    return _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -99,11 +117,12 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:
     """Check on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
 
-    Takes well under a second for a small model. Raises NumericsError, with what to do about it.
+    Takes well under a second for a small model. On a GPU the batches are of all sizes that have tiles, and thus matrix
+    instructions, of their own, and the largest is computed again and again. Raises NumericsError, with what to do.
     """
     generator = torch.Generator().manual_seed(0)
     device = weights[0].panels.device if isinstance(weights[0], ops.PackedWeight) else weights[0].device
-    where = _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    where = _device_name(device)
     seen = set()
     for weight in weights:
         if isinstance(weight, ops.PackedWeight):
@@ -113,10 +132,42 @@ def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:
         if (features, depth) in seen:
             continue
         seen.add((features, depth))
-        x = torch.randn(19, depth, generator=generator) * torch.exp2(torch.randint(-8, 8, (19, 1), generator=generator))
-        x = x.to(device)
-        if not _row_stable(lambda rows, w=weight: ops.linear(rows, w), x):
+        rows, counts = _batches(device, features)
+        powers = torch.randint(-6, 7, (rows, depth), generator=generator)
+        x = (torch.randn(rows, depth, generator=generator) * torch.exp2(powers)).to(device)
+        if not _row_stable(lambda rows, w=weight: ops.linear(rows, w), x, counts):
             raise NumericsError(
                 f"linear [{features}, {depth}] on this device ({where}) gives a row "
                 "different bits in different batches. Please report this device; there is no setting that mends it."
             )
+
+
+@cache
+def probe_attention(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> None:
+    """Check that a token has the same bits decoded alone as in a prefill, which repeats its own.
+
+    group: query heads per KV head. Done once per process. Raises NumericsError.
+    """
+    generator, kernels, length = torch.Generator().manual_seed(0), ops.backend(device), 700
+    q, k, v = (torch.randn(length, n, head_dim, generator=generator).to(device, dtype) for n in (2 * group, 2, 2))
+    layout = ops.packed_layout([length], group, device)
+    assert layout.num_blocks is not None
+    cache = kernels.new_kv_cache(layout.num_blocks, 2, head_dim, dtype, device)
+    scale = head_dim**-0.5
+    whole = ops.paged_attention(q, k, v, cache, layout, scale, 0)
+    same = True
+    for token in (0, 63, 64, 511, 512, length - 1):
+        one, tables = slice(token, token + 1), (layout.block_tables, layout.block_table_starts)
+        place = PagedLayout(
+            [1], layout.positions[one], layout.slot_mapping[one], *tables, kernels.work_items([1], group)
+        )
+        alone = ops.paged_attention(q[one], k[one], v[one], cache, place, scale, 0)
+        same = same and all(_same_bytes(a, b[one]) for a, b in zip(alone, whole, strict=True))
+    for _ in range(_REPEATS):
+        again = ops.paged_attention(q, k, v, cache, layout, scale, 0)
+        same = same and all(map(_same_bytes, again, whole))
+    if not same:
+        raise NumericsError(
+            f"attention of head_dim {head_dim} in {dtype} on this device ({_device_name(device)}) gives a token "
+            "other bits alone than in a prompt, or in another run. Please report this device; no setting mends it."
+        )

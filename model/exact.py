@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.contract import Contract, NumericsError, probe
+from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
 from .adapter import adapt, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
@@ -24,7 +24,7 @@ from .experts import is_experts, use_exact_experts
 from .families import TESTED
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
-from .paged import plain_call, random_input
+from .paged import group_size, head_dim, plain_call, random_input
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
@@ -99,8 +99,16 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})
 
 
-def parse_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype; ValueError where the device's kernels don't support it."""
+def parse_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, config: PretrainedConfig | None = None
+) -> torch.dtype:
+    """The torch dtype; ValueError where the device's kernels don't support it.
+
+    None is float32 on a CPU, and on a GPU what the checkpoint's config says, whose products are many times faster.
+    """
+    if dtype is None:
+        kept = getattr(config, "dtype", None)
+        dtype = kept if device.type == "cuda" and kept in ops.DTYPES["cuda"] else torch.float32
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     ops.backend(device)
     supported = ops.DTYPES[device.type]
@@ -170,6 +178,8 @@ def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
         if exact:
             _make_modules_exact(model)
             probe([m.weight for m in model.modules() if isinstance(m, ExactLinear)])
+            if model.device.type == "cuda":
+                probe_attention(model.device, model.dtype, group_size(model.config), head_dim(model.config))
         if head is not None:
             head.scale = logit_scale(model)  # type: ignore[assignment]
         if exact:
@@ -283,25 +293,25 @@ def load_config(path: os.PathLike) -> PretrainedConfig:
 
 def exact_model(
     name: str | os.PathLike,
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     exact: bool = True,
     adapter: Any = None,
 ) -> PreTrainedModel:
     """Return a HF causal LM whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 
-    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16". exact=False: torch's own
-    ops, for comparison. adapter: a `peft.LoraConfig`, a PEFT model whose adapter is copied, or a folder with PEFT's
-    files; the result is then PEFT's model, whose adapter alone is trained. `peft.get_peft_model` on an exact model
-    gives the same.
+    name: local directory, hub id or "smollm2". dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and
+    the checkpoint's on a GPU. exact=False: torch's own ops, for comparison. adapter: a `peft.LoraConfig`, a PEFT model
+    whose adapter is copied, or a folder with PEFT's files; the result is then PEFT's model, whose adapter alone is
+    trained. `peft.get_peft_model` on an exact model gives the same.
 
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
     samebits does not cover, NumericsError where this machine can't keep the promise.
     """
     device = torch.device(device)
-    dtype = parse_dtype(dtype, device)
     path = resolve(name)
     config = load_config(path)
+    dtype = parse_dtype(dtype, device, config)
     check_config(config)
     manifest(path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

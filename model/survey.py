@@ -35,7 +35,7 @@ class Survey:
         return self.model_type in TESTED
 
 
-def survey(name: str | os.PathLike, dtype: str = "float32", device: str = "cpu") -> Survey:
+def survey(name: str | os.PathLike, dtype: str | None = None, device: str = "cpu") -> Survey:
     """Return how a checkpoint's modules compute; of a folder with a config alone, with random weights.
 
     Then only the layers up to the first of the last kind are made, with their real sizes.
@@ -50,7 +50,7 @@ def survey(name: str | os.PathLike, dtype: str = "float32", device: str = "cpu")
         if any(path.glob("*.safetensors")):
             model = exact_model(path, dtype, device)
         else:
-            model = make_exact(_with_random_weights(model, parse_dtype(dtype, torch.device(device)), device))
+            model = make_exact(_with_random_weights(model, parse_dtype(dtype, torch.device(device), config), device))
     except UnsupportedModelError as error:
         return Survey(config.model_type, [], str(error))
     counts = Counter((classes[place], _how(module)) for place, module in model.named_modules())

@@ -72,7 +72,7 @@ class VerifyReport:
 
 def verify(
     name: str | os.PathLike,
-    dtype: str = "float32",
+    dtype: str | None = None,
     seed: int = 0,
     plant_fault: str | None = None,
     use_tqdm: bool = True,

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -17,6 +18,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
@@ -28,6 +30,9 @@ MODULES = [import_module(f"samebits.kernels.triton.{name}") for name in NAMES]
 linear, attention, backward, elementwise, sampling, experts, functions = MODULES
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 caught: dict[tuple, dict] = {}
+said = threading.local()  # what ptxas said last in a thread
+knobs.nvidia.dump_ptxas_log = True
+nvidia.print = lambda text: setattr(said, "text", text)  # by which Triton gives it away
 
 
 def catch(kernel, grid, *args, **options):
@@ -44,8 +49,8 @@ def catch(kernel, grid, *args, **options):
             constants[place,] = value
             continue
         signature[param.name] = mangle_type(value)
-        pointer = isinstance(value, torch.Tensor)
-        if pointer or (not param.do_not_specialize and isinstance(value, int) and value % 16 == 0):
+        free = param.do_not_specialize or param.do_not_specialize_on_alignment
+        if not free and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
             attributes[place,] = [["tt.divisibility", 16]]
     settings = {k: v for k, v in options.items() if k not in kernel.arg_names} | {"enable_fp_fusion": False}
     key = (
@@ -67,6 +72,7 @@ def reductions(ttgir: str) -> list[str]:
 
 def compile_one(job: dict, capability: int) -> dict:
     source = ASTSource(job["kernel"], job["signature"], job["constants"], job["attributes"])
+    said.text = ""
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=job["options"])
     ptx = compiled.asm["ptx"]
     names = {
@@ -87,6 +93,8 @@ def compile_one(job: dict, capability: int) -> dict:
         "scalar_loads": "ld.global.b16" in ptx,
         "contracted": re.search(r"\bfma\S*\.f32", ptx) is not None,  # a sum of two bf16 may be one, times 1
         "sum": "; ".join(reductions(compiled.asm["ttgir"])),
+        "warnings": re.findall(r"\(C7\d+\)", said.text),  # such as products that wait for each other
+        "heard": " registers" in said.text,
         "shared": compiled.metadata.shared,
         "stack": int(stack[1]) if stack else None,
         "registers": int(registers[1]) if registers else None,
@@ -112,6 +120,7 @@ def catch_all(capability: int) -> None:
         for tile in tiles:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
+            linear.products(x, [w, w, w], [None] * 3, dtype, tile)
             linear.products(x, [w], [None], torch.float32, tile)
             for out in (dtype, torch.float32) if tile.tma else ():  # in one chunk
                 linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], out, tile)

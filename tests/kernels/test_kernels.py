@@ -372,6 +372,25 @@ def test_probe_finds_a_batch_dependent_product(monkeypatch):
         contract.probe([torch.randn(33, 20)])
 
 
+def test_probe_of_attention_compares_decoding_and_repeated_runs(monkeypatch):
+    monkeypatch.setattr(contract, "_REPEATS", 1)
+    kernels = ops.backend(torch.device("cpu"))
+    attention = kernels.attention
+    where = torch.device("cpu"), torch.float32, 2, 16
+    probe = contract.probe_attention.__wrapped__
+    probe(*where)
+    calls = itertools.count(1)
+    for wrong in (lambda layout: len(layout.positions) == 1, lambda layout: next(calls) == 8):
+
+        def drifting(q, k_cache, v_cache, layout, *rest, wrong=wrong):
+            out, lse = attention(q, k_cache, v_cache, layout, *rest)
+            return out, lse + 1e-3 * wrong(layout)
+
+        monkeypatch.setattr(kernels, "attention", drifting)
+        with pytest.raises(contract.NumericsError, match="other bits alone than in a prompt, or in another run"):
+            probe(*where)
+
+
 def test_contract_hash_names_what_differs():
     one = contract.Contract.of(torch.float32, torch.device("cpu"))
     other = contract.Contract.of(torch.bfloat16, torch.device("cpu"))

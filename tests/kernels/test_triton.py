@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine import cuda_graphs
-from samebits.kernels import cpu, ops
+from samebits.kernels import contract, cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 from samebits.kernels.triton.launch import INTERPRETED
@@ -42,6 +42,7 @@ linear, paged, backward, library, sampling = (
     for name in ("linear", "attention", "attention_backward", "library_backward", "sampling")
 )
 DTYPES = ops.DTYPES["cuda"]
+contract_batches = contract._batches
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -181,6 +182,18 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
         )
         assert torch.equal(alone[0][0], out[token]), (token, splits)
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
+
+
+def test_a_gpus_probe_has_rows_for_each_kind_of_tile(monkeypatch):
+    monkeypatch.setattr(contract, "_batches", lambda device, features: (70, [1, 17, 33, 65, 70]))
+    weights = [wide_exponents(24, 200).bfloat16()]
+    contract.probe(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "chunks", lambda depth, features: random.choice((1, 2, 3)))
+        with pytest.raises(NumericsError, match="different bits in different batches"):
+            contract.probe(weights)
+    rows, counts = contract_batches(torch.device("cuda"), 4096)
+    assert {count for count in counts if count < rows} >= {1, 17, 33, 65, 129, 257} and counts.count(rows) > 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -541,6 +554,7 @@ def test_kernels_compile(capability, tmp_path):
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
     for c in compiled:
+        assert c["heard"] and not c["warnings"], f"ptxas says that matrix instructions wait for each other: {c}"
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
         if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention", "_grouped"):
             # Triton 3.6 keeps two words of decode's attention aside on sm_90, from before its loops until after them

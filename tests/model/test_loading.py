@@ -3,10 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samebits import LLM, CheckpointError, UnsupportedModelError
 from samebits.model import exact_model
+from samebits.model.exact import parse_dtype
 from samebits.model.stage import stage_model
 
 from helpers.engines import copy_of
@@ -131,3 +132,13 @@ def test_a_path_without_a_checkpoint_is_refused_with_what_was_expected(load, che
     (path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no safetensors files"):
         load(path)
+
+
+def test_a_gpus_default_dtype_is_the_checkpoints():
+    """In float32 its matrix unit does nothing."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for kept, expected in [("bfloat16", torch.bfloat16), ("float64", torch.float32), (None, torch.float32)]:
+        config = LlamaConfig(dtype=kept)
+        assert parse_dtype(None, gpu, config) == expected
+        assert parse_dtype(None, cpu, config) == torch.float32
+        assert parse_dtype("float16", gpu, config) == torch.float16
