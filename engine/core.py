@@ -93,6 +93,7 @@ class EngineCore(WorkerEngine):
         """Queue a request. Its first sample computes the prompt; the others start from that one's KV."""
         for sample in request.samples:
             sample.seq_id = self._next_seq_id
+            sample.call = request.call or request.request_id
             self._next_seq_id += 1
         request.num_scores_due = len(request.prompt_scores)
         unfinished = [s for s in request.samples if s.finish_reason is None]
@@ -352,7 +353,7 @@ class EngineCore(WorkerEngine):
         blocks = self.scheduler.blocks
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=self.scheduler.num_waiting,
             kv_blocks_used=blocks.num_blocks - blocks.num_free,
             kv_blocks_total=blocks.num_blocks,
             kv_cache_bytes=self.kv_cache_bytes,

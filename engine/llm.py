@@ -108,6 +108,7 @@ class LLM:
             request = self.process(prompt, one, self._new_request_id())  # type: ignore[arg-type]
             request.params = replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
             requests.append(request)
+            request.call = requests[0].request_id
         return requests
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:

@@ -111,6 +111,7 @@ class Request:
     prompt_scores: list[SampledToken] = field(default_factory=list)
     num_scores_due: int = 0  # prompt scores that are there or under way
     serial: int = 0  # of its assignment to a replica
+    call: str = ""  # requests of one call take turns with other calls as one; by default a request is a call
 
     @property
     def finished(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from .sequence import Sequence
 
@@ -36,6 +37,10 @@ class BlockManager:
     def num_free(self) -> int:
         """Blocks that `allocate` could give out."""
         return len(self.free_blocks)
+
+    def count_private(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that only one of these sequences has: `free` of them makes these free."""
+        return sum(self.ref_count[block] == 1 for seq in sequences for block in seq.block_table)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""

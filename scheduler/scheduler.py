@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 
 from .block_manager import BlockManager
@@ -29,21 +28,51 @@ class SchedulerStats:
 
 @dataclass
 class Batch:
-    """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on."""
+    """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on.
+
+    tokens_left, sequences_left: how many more it may have.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
+    tokens_left: int = 0
+    sequences_left: int = 0
+
+    @property
+    def full(self) -> bool:
+        """True if nothing can be added."""
+        return self.tokens_left == 0 or self.sequences_left == 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(seq.num_scheduled_tokens for seq in self.sequences)
 
+    def add(self, seq: Sequence, tokens: int) -> None:
+        """Add a sequence, of which the step computes this many tokens."""
+        assert 0 < tokens <= self.tokens_left, f"{seq} can't have {tokens} tokens"
+        seq.num_scheduled_tokens = tokens
+        self.sequences.append(seq)
+        self.tokens_left -= tokens
+        self.sequences_left -= 1
+
+
+@dataclass
+class Call:
+    """The sequences that were asked for together: those that wait, in order of arrival, and how many run."""
+
+    waiting: list[Sequence] = field(default_factory=list)
+    num_running: int = 0
+
 
 class Scheduler:
-    """Decides which tokens each step computes. Both queues are in order of arrival.
+    """Decides which tokens each step computes, so that no call waits for the whole of another one.
 
-    Running sequences go first and may take blocks from newer ones (preemption: all KV dropped, recomputed later);
-    then waiting sequences are admitted, oldest first, as long as sequences, tokens and blocks last.
+    The first running sequence of each call ranks before all others; otherwise the order is that of arrival. A step goes
+    through the sequences by rank. Those that run may take blocks from those that rank below them (preemption: all KV
+    dropped, recomputed later). Then waiting sequences are admitted, as long as sequences, tokens and blocks last: the
+    first one of a call of which nothing runs may even preempt sequences that are not their call's first; the rest come
+    in order of arrival. While several calls are there, what needs more tokens than a step has gets half of those that
+    are left, and later what nobody else wants. With one call all of this is first in, first out.
 
     Several steps may be under way at once: they are computed in the order in which they are scheduled, so KV counts as
     existing from then on. Only a sampled token is late. Its sequence waits (`batches_in_flight`, for pipelines, whose
@@ -69,64 +98,121 @@ class Scheduler:
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.calls: dict[Hashable, Call] = {}  # that have unfinished sequences, in order of arrival
+        self.running: list[Sequence] = []  # in order of arrival
+        self.num_waiting = 0
         self.block_copies: list[tuple[int, int]] = []  # (source, destination), due before the next step's writes
         self.stats = SchedulerStats()
 
     @property
     def has_work(self) -> bool:
         """True if a sequence runs or waits."""
-        return bool(self.waiting or self.running)
+        return bool(self.calls)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; its siblings start when its prompt's KV exists."""
         seq.check_fits(self.blocks.num_blocks * self.blocks.block_size)
-        insort(self.waiting, seq, key=_arrival)
+        self._queue(seq)
 
     def schedule(self) -> Batch:
         """Return the next step's batch. It is empty only if there is no work, or all of it awaits a token."""
-        batch = Batch()
-        budget = self.max_num_batched_tokens
-        busy = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        busy = min(len(self.running) + self.num_waiting, self.max_num_seqs)
         share = -(-busy // self.batches_in_flight)  # or the first batch would take all sequences
-        preempted = False
+        batch = Batch(tokens_left=self.max_num_batched_tokens, sequences_left=share)
+        preemptions = self.stats.preemptions
         if self.speculator is not None and self.running:
             rows = sum(seq.num_tokens - seq.num_cached_tokens for seq in self.running)
             self.speculator.begin_step(len(self.running), rows)
-        for seq in list(self.running):
-            if budget == 0 or len(batch.sequences) == share:
-                break
-            if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for an older one, just now
+        firsts, others = self._ranked()
+        self._continue(batch, firsts)
+        if self.num_waiting and all(seq.status is SequenceStatus.RUNNING for seq in firsts):
+            self._admit_firsts(batch, [seq for seq in others if seq.status is SequenceStatus.RUNNING])
+        self._continue(batch, others)
+        if self.num_waiting and self.stats.preemptions == preemptions:
+            self._admit_rest(batch)
+        self._share_rest(batch)
+        if not batch.sequences and self.has_work:
+            heads = [*self.running, *next(iter(self.calls.values())).waiting[:1]]
+            assert any(seq.num_pending for seq in heads), "nothing scheduled though there is work"
+        return batch
+
+    def _ranked(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that are their call's first, and the others; both in order of arrival."""
+        firsts: list[Sequence] = []
+        others: list[Sequence] = []
+        seen: set[Hashable] = set()
+        for seq in self.running:
+            (others if seq.call in seen else firsts).append(seq)
+            seen.add(seq.call)
+        return firsts, others
+
+    def _continue(self, batch: Batch, sequences: list[Sequence]) -> None:
+        """Add running sequences to the batch, in this order; what lacks blocks takes them from the last by rank."""
+        for seq in sequences:
+            if batch.full:
+                return
+            if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for another one, just now
                 continue
-            tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
-            self._draft(seq, budget)
+            tokens = self._tokens_for(batch, seq, seq.num_cached_tokens)
+            self._draft(seq, batch.tokens_left)
             while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
-                preempted = True
-                self.preempt_newest()
+                self.preempt_last()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
-                budget -= self._take(batch, seq, tokens + len(seq.draft))
-        while self.waiting and not preempted and budget and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if seq.num_pending or len(batch.sequences) == share:
-                break
-            hit = self.blocks.match_prefix(seq)
-            tokens = min(seq.num_tokens - hit, budget)
-            if not self.blocks.allocate(seq, hit + tokens):
-                self.blocks.free(seq)
-                break
-            self.waiting.pop(0)
-            seq.status = SequenceStatus.RUNNING
-            insort(self.running, seq, key=_arrival)
-            self.stats.prefix_hit_tokens += hit
-            seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
-            budget -= self._take(batch, seq, tokens)
-        if not batch.sequences:
-            late = any(seq.num_pending for seq in chain(self.running, self.waiting))  # mostly the first one
-            assert late or not self.has_work, "nothing scheduled though there is work"
-        return batch
+                batch.add(seq, tokens + len(seq.draft))
+
+    def _admit_firsts(self, batch: Batch, victims: list[Sequence]) -> None:
+        """Admit a sequence of each call of which none runs; the victims, last one first, make room."""
+        for call in self.calls.values():
+            if call.waiting and not call.num_running and not self._admit(batch, call, victims):
+                return
+
+    def _admit_rest(self, batch: Batch) -> None:
+        for call in self.calls.values():
+            while call.waiting:
+                if not self._admit(batch, call, []):
+                    return
+
+    def _admit(self, batch: Batch, call: Call, victims: list[Sequence]) -> bool:
+        """Admit a call's first waiting sequence. False if it has to wait."""
+        seq = call.waiting[0]
+        no_place = len(self.running) >= self.max_num_seqs
+        if seq.num_pending or batch.full or (no_place and not victims):
+            return False
+        hit = self.blocks.match_prefix(seq)
+        tokens = self._tokens_for(batch, seq, hit)
+        missing = self.blocks.blocks_for(hit + tokens) - len(seq.block_table) - self.blocks.num_free
+        if missing > 0 and missing > self.blocks.count_private(victims):
+            self.blocks.free(seq)
+            return False
+        if no_place:
+            self._preempt(victims.pop())
+        while not self.blocks.allocate(seq, hit + tokens):
+            self._preempt(victims.pop())
+        call.waiting.pop(0)
+        self.num_waiting -= 1
+        self._run(seq)
+        self.stats.prefix_hit_tokens += hit
+        seq.num_prefix_hit = hit if seq.num_prefix_hit is None else seq.num_prefix_hit
+        batch.add(seq, tokens)
+        return True
+
+    def _tokens_for(self, batch: Batch, seq: Sequence, start: int) -> int:
+        """Tokens of a sequence, from `start` on, that a batch takes: a long prompt leaves some to other calls."""
+        wanted = seq.num_tokens - start
+        if wanted <= self.max_num_batched_tokens or len(self.calls) == 1:
+            return min(wanted, batch.tokens_left)
+        return max(1, (batch.tokens_left - len(self.running)) // 2)  # each of those that run may want one
+
+    def _share_rest(self, batch: Batch) -> None:
+        """Give sequences that got a part of a step what nobody else wants of it."""
+        for seq in batch.sequences:
+            tokens = min(seq.num_tokens - seq.num_cached_tokens, seq.num_scheduled_tokens + batch.tokens_left)
+            more = tokens - seq.num_scheduled_tokens
+            if more > 0 and self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
+                seq.num_scheduled_tokens = tokens
+                batch.tokens_left -= more
 
     def _waits(self, seq: Sequence) -> bool:
         """True if a token under way is the sequence's last one, or has to be known first."""
@@ -146,27 +232,40 @@ class Scheduler:
         if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
             seq.draft = draft
 
-    def _take(self, batch: Batch, seq: Sequence, tokens: int) -> int:
-        assert tokens > 0, f"{seq} has nothing to compute"
-        seq.num_scheduled_tokens = tokens
-        batch.sequences.append(seq)
-        return tokens
-
-    def preempt_newest(self) -> None:
-        """Take all KV from the newest running sequence, which starts over later."""
-        self.stats.preemptions += 1
-        self._preempt(self.running[-1])
+    def preempt_last(self) -> None:
+        """Take all KV from the running sequence that ranks last, which starts over later."""
+        firsts, others = self._ranked()
+        self._preempt((others or firsts)[-1])
 
     def _preempt(self, seq: Sequence) -> None:
+        self.stats.preemptions += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
         self._stop(seq)
+        self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
-        insort(self.waiting, seq, key=_arrival)
+        insort(self.calls.setdefault(seq.call, Call()).waiting, seq, key=_arrival)
+        self.num_waiting += 1
+
+    def _run(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=_arrival)
+        self.calls[seq.call].num_running += 1
 
     def _stop(self, seq: Sequence) -> None:
-        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        call = self.calls[seq.call]
+        running = seq.status is SequenceStatus.RUNNING
+        queue = self.running if running else call.waiting
         place = bisect_left(queue, seq.seq_id, key=_arrival)  # no search: a queue may be long
         assert queue[place] is seq, f"{seq} is not where its arrival puts it"
         del queue[place]
+        if running:
+            call.num_running -= 1
+        else:
+            self.num_waiting -= 1
         self.blocks.free(seq)
         seq.num_scheduled_tokens = 0
         seq.draft = []
@@ -211,10 +310,9 @@ class Scheduler:
                 copy = self.blocks.fork(seq, sibling)
                 if copy is not None:
                     self.block_copies.append(copy)
-                sibling.status = SequenceStatus.RUNNING
-                insort(self.running, sibling, key=_arrival)
+                self._run(sibling)
             else:
-                insort(self.waiting, sibling, key=_arrival)
+                self._queue(sibling)
         return siblings
 
     def shrink(self, batch: Batch) -> bool:
@@ -232,7 +330,7 @@ class Scheduler:
         elif len(sequences) > 1:
             self.max_num_seqs = len(sequences) // 2
             while len(self.running) > self.max_num_seqs:
-                self.preempt_newest()
+                self.preempt_last()
         return tokens > 1
 
     def finish(self, seq: Sequence) -> None:
@@ -240,6 +338,9 @@ class Scheduler:
         self.blocks.cache_blocks(seq)
         self._stop(seq)
         seq.status = SequenceStatus.FINISHED
+        call = self.calls[seq.call]
+        if not call.waiting and not call.num_running:
+            del self.calls[seq.call]
         if self.speculator is not None:
             self.speculator.finish(seq)
 
@@ -252,7 +353,7 @@ class Scheduler:
             if seq.seq_id in keep:
                 seq.stale_kv = True
             else:
-                self._preempt(seq)
+                self._requeue(seq)
         if not self.running:
             self.block_copies.clear()
         self.blocks.reset_prefix_cache(salt)

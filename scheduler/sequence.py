@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum, auto
 
 
@@ -34,6 +35,7 @@ class Sequence:
         use_prefix_cache: bool = True,
     ):
         self.seq_id = seq_id  # ascending with arrival: the order of every queue
+        self.call: Hashable = seq_id  # sequences of one call share its turns
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens

@@ -207,6 +207,8 @@ class AsyncEngine:
             inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
             checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, names, strict=True)))
             self.limits.check_reply(checked)
+            for request in checked:
+                request.call = request_id
         except BaseException:
             for name in names:
                 self._release(name)

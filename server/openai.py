@@ -42,7 +42,7 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class Call(Body):
+class GenerationBody(Body):
     """The fields of every call that generates."""
 
     model: str | None = None
@@ -51,7 +51,7 @@ class Call(Body):
     request_id: RequestId | None = None
 
 
-class _Common(Call, Sampling):
+class _Common(GenerationBody, Sampling):
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False

@@ -13,7 +13,7 @@ from pydantic import Field
 from ..engine import Completion, RequestOutput
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
-from .openai import Call, prompt_logprobs
+from .openai import GenerationBody, prompt_logprobs
 from .protocol import STREAMING, DataRoute, Ids, Sampling, answer, finite, usage, version_spans
 from .service import Served
 
@@ -29,7 +29,7 @@ class TokensSampling(Sampling):
     detokenize: bool | None = None
 
 
-class TokensRequest(Call):
+class TokensRequest(GenerationBody):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
     token_ids: Ids

@@ -6,6 +6,7 @@ While tensors come, in a thread of their own, the engine serves on. An update th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from ..engine import LLM, WeightUpdate, WeightUpdateError
-from ..engine.weights import TensorSpec
+from ..engine.weights import TensorSpec, TransferError
+from ..engine.weights.group import check_backend
 from ..engine.weights.spec import DEFAULT_LABEL
 from .async_engine import AsyncEngine, fulfil
 from .states import ConflictError
@@ -21,6 +23,7 @@ from .states import ConflictError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0  # seconds
+POLL = 0.05  # seconds
 MAX_LABELS = 1024  # more versions than the tokens of running requests can be of
 
 
@@ -182,8 +185,11 @@ class WeightUpdates:
         self._label = None
         self._group = None
 
-    async def join(self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str) -> None:
-        """Join a weight group; one of that name from before is left."""
+    async def join(self, name: str, address: str, port: int, rank: int, world_size: int, backend: str) -> None:
+        """Join a weight group; one of that name from before is left. Until its trainer listens, updates may come."""
+        check_backend(backend)
+        self.state.check_no_update()
+        await self._reach(address, port)
         with self.state.updating(f"the making of group {name!r}"):
             self._forget()
             await in_daemon_thread(self._leave, name)
@@ -191,6 +197,20 @@ class WeightUpdates:
             where = (address, port, rank, world_size, backend, self.timeout)
             await in_daemon_thread(workers.join_weight_group, name, *where)
             self.groups.add(name)
+
+    async def _reach(self, address: str, port: int) -> None:
+        """Wait until somebody listens there. Raises TransferError, at once where nobody ever could."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                while True:
+                    with contextlib.suppress(ConnectionRefusedError):
+                        _, writer = await asyncio.open_connection(address, port)
+                        writer.close()
+                        return
+                    await asyncio.sleep(POLL)
+        except OSError as error:
+            why = str(error) or f"for {self.timeout:g} s"
+            raise TransferError(f"nobody listens at {address}, port {port}: {why}") from error
 
     async def leave(self, name: str) -> bool:
         """Leave a group; True if there was one."""

@@ -88,6 +88,7 @@ ENVIRONMENTS = [
     {"ATEN_CPU_CAPABILITY": "avx2"},
     {"NUMBA_THREADING_LAYER": "workqueue", "OMP_NUM_THREADS": "2"},
     {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse4.2,+avx,+avx2,+fma"},
+    {"NUMBA_CPU_NAME": "generic"},
     {"OMP_NUM_THREADS": "4"},
     {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"},
     {"DNNL_DEFAULT_FPMATH_MODE": "BF16"},

@@ -66,10 +66,7 @@ class WeightGroup:
         backend = self.backend
         rank = self.rank
         world_size = self.world_size
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend {backend!r}; choose 'gloo' or 'nccl'")
-        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise ValueError("backend 'nccl' needs a CUDA device, and there is none here; use 'gloo'")
+        check_backend(backend)
         if not 0 <= rank < world_size or world_size < 2:
             raise ValueError(f"rank {rank} of world_size {world_size}: expected at least 2 ranks, counted from 0")
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -178,6 +175,14 @@ def free_port(host: str) -> int:
     """Return a port that nobody listens on now. Rank 0 of a group will, so be quick."""
     with socket.create_server((host, 0)) as s:
         return s.getsockname()[1]
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a backend that a group can't have here."""
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend {backend!r}; choose 'gloo' or 'nccl'")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ValueError("backend 'nccl' needs a CUDA device, and there is none here; use 'gloo'")
 
 
 def new_backend(where: str, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from samebits.scheduler import Scheduler
 
 import driver
+from helpers.invariants import waiting
 
 FEW, MANY = 1024, 16384
 
@@ -42,7 +43,7 @@ def test_a_look_at_all_that_wait_would_be_seen(path, monkeypatch):
     schedule = Scheduler.schedule
 
     def scanning(self):
-        assert any(seq.num_pending for seq in (*self.running, *self.waiting)) in (True, False)
+        assert any(seq.num_pending for seq in (*self.running, *waiting(self))) in (True, False)
         return schedule(self)
 
     monkeypatch.setattr(Scheduler, "schedule", scanning)

@@ -3,13 +3,24 @@
 from samebits.scheduler import BlockManager, Scheduler, Sequence, SequenceStatus
 
 
+def waiting(scheduler: Scheduler) -> list[Sequence]:
+    """All sequences that wait, in order of arrival."""
+    return sorted((seq for call in scheduler.calls.values() for seq in call.waiting), key=lambda seq: seq.seq_id)
+
+
 def check_scheduler(scheduler: Scheduler) -> None:
-    queues = ((scheduler.waiting, SequenceStatus.WAITING), (scheduler.running, SequenceStatus.RUNNING))
+    queues = [(scheduler.running, SequenceStatus.RUNNING)]
+    for name, call in scheduler.calls.items():
+        queues.append((call.waiting, SequenceStatus.WAITING))
+        assert all(seq.call == name for seq in call.waiting), f"call {name} has another one's sequence"
+        assert call.num_running == sum(seq.call == name for seq in scheduler.running), f"call {name} is miscounted"
+        assert call.waiting or call.num_running, f"call {name} has ended"
     for queue, status in queues:
         assert all(seq.status is status for seq in queue), f"{status.name} queue holds another status"
         ids = [seq.seq_id for seq in queue]
         assert ids == sorted(set(ids)), f"{status.name} queue is out of order"
-    assert all(not seq.block_table and not seq.num_cached_tokens for seq in scheduler.waiting), "a waiter holds KV"
+    assert scheduler.num_waiting == len(waiting(scheduler))
+    assert all(not seq.block_table and not seq.num_cached_tokens for seq in waiting(scheduler)), "a waiter holds KV"
     assert len(scheduler.running) <= scheduler.max_num_seqs, "too many running"
     for seq in scheduler.running:
         have = seq.num_cached_tokens + seq.num_scheduled_tokens

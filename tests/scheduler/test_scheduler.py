@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from samebits.scheduler import BlockManager, Scheduler, Sequence, SequenceStatus
 
-from helpers.invariants import check_scheduler
+from helpers.invariants import check_scheduler, waiting
 
 SIZE = 4  # tokens a block
 
@@ -45,9 +45,11 @@ class Driver:
     def unfinished(self):
         return [s for r in self.requests for s in r if s.status is not SequenceStatus.FINISHED]
 
-    def add(self, prompt, max_tokens=4, n=1, use_prefix_cache=True):
+    def add(self, prompt, max_tokens=4, n=1, use_prefix_cache=True, call=None):
         first = sum(map(len, self.requests))
         group = [Sequence(first + i, prompt, max_tokens, i, use_prefix_cache) for i in range(n)]
+        for seq in group:
+            seq.call = first if call is None else call
         group[0].siblings = group[1:]
         self.scheduler.add(group[0])
         self.requests.append(group)
@@ -56,7 +58,7 @@ class Driver:
     def schedule(self):
         """schedule(), with the promises about its choice."""
         s = self.scheduler
-        running, waiting = list(s.running), list(s.waiting)
+        running, waiters = list(s.running), {name: list(call.waiting) for name, call in s.calls.items()}
         batch = s.schedule()
         assert batch.num_tokens <= s.max_num_batched_tokens
         assert all(seq.num_scheduled_tokens >= 1 for seq in batch.sequences)
@@ -64,11 +66,20 @@ class Driver:
         assert set(batch.sequences) <= set(s.running)
         for seq in batch.sequences:
             assert seq.num_tokens - seq.num_prompt_tokens < seq.max_tokens, f"{seq} goes on after its last token"
-        admitted = [seq for seq in waiting if seq in s.running]
-        assert admitted == waiting[: len(admitted)], "admission is not first in, first out"
-        preempted = [seq for seq in running if seq in s.waiting]
+        served = {seq.call for seq in running}
+        admitted = {name: [seq for seq in queue if seq in s.running] for name, queue in waiters.items()}
+        for name, queue in waiters.items():
+            assert admitted[name] == queue[: len(admitted[name])], "admission is not first in, first out"
+        whole = [len(admitted[name]) == len(queue) for name, queue in waiters.items()]
+        more = [len(admitted[name]) > (name not in served) for name in waiters]
+        assert all(all(whole[:i]) for i, further in enumerate(more) if further), "a call's rest overtook an older call"
+        begun = [bool(admitted[name]) for name, queue in waiters.items() if queue and name not in served]
+        assert begun == sorted(begun, reverse=True), "a call began before an older one"
+        preempted = [seq for seq in running if seq in waiting(s)]
+        firsts = {seq.call: seq.seq_id for seq in sorted({*running, *s.running}, key=lambda seq: -seq.seq_id)}
+        rank = {seq: (firsts[seq.call] != seq.seq_id, seq.seq_id) for seq in {*running, *s.running}}
         for loser in preempted:
-            assert all(winner.seq_id < loser.seq_id for winner in s.running), "preempted for a newer sequence"
+            assert all(rank[winner] < rank[loser] for winner in s.running), "preempted for one of lower rank"
         if running:
             last = running[0].num_pending and running[0].num_tokens - running[0].num_prompt_tokens
             assert running[0] in batch.sequences or last == running[0].max_tokens, "the oldest one was held up"
@@ -182,11 +193,12 @@ class Workload(RuleBasedStateMachine):
         most=st.integers(1, 30),
         n=st.sampled_from([1, 1, 2, 4]),
         cached=st.sampled_from([True, True, True, False]),
+        call=st.sampled_from([None, None, "one", "another"]),
     )
-    def add(self, shared, tail, most, n, cached):
+    def add(self, shared, tail, most, n, cached, call):
         prompt = (self.shared[:shared] + tail or [0])[: self.capacity]
         most = min(most, self.capacity - len(prompt) + 1)
-        self.driver.add(prompt, most, n, cached)
+        self.driver.add(prompt, most, n, cached, call)
 
     @rule(seed=st.integers(0, 2**16), ending=st.sampled_from([0.0, 0.0, 0.2, 1.0]), count=st.integers(1, 6))
     def step(self, seed, ending, count):
@@ -321,7 +333,7 @@ def test_admission_is_first_in_first_out_even_if_a_later_request_would_fit():
     small = driver.add(tokens(2, 2), max_tokens=1)
     batch = driver.step()
     assert [seq.seq_id for seq in batch.sequences] == [0]
-    assert driver.scheduler.waiting == [big, small]
+    assert waiting(driver.scheduler) == [big, small]
 
 
 def test_the_newest_sequence_is_preempted_and_goes_back_to_the_head_of_the_queue():
@@ -332,7 +344,7 @@ def test_the_newest_sequence_is_preempted_and_goes_back_to_the_head_of_the_queue
     assert driver.scheduler.running == [old, middle, new]
     driver.step()  # old takes the one free block; middle takes new's
     assert driver.scheduler.running == [old, middle]
-    assert driver.scheduler.waiting == [new, last]
+    assert waiting(driver.scheduler) == [new, last]
     assert new.num_completion_tokens == 1, "a preempted sequence keeps its tokens"
     driver.drain()
 
@@ -466,7 +478,7 @@ def test_new_weights_drop_all_kv_and_keep_all_tokens():
     check_scheduler(driver.scheduler)
     assert not driver.scheduler.block_copies
     assert driver.blocks.num_free == 16
-    assert [seq.seq_id for seq in driver.scheduler.waiting] == [0, 1, 2, 3]
+    assert [seq.seq_id for seq in waiting(driver.scheduler)] == [0, 1, 2, 3]
     assert [seq.token_ids for seq in seqs] == sampled
     driver.drain()
 
@@ -564,7 +576,7 @@ def test_siblings_that_find_no_room_wait_and_hit_the_prompt_later(num_blocks, ma
     leader = driver.add(tokens(0, 9), max_tokens=3, n=3)
     siblings = list(leader.siblings)
     driver.step()
-    assert driver.scheduler.waiting == siblings
+    assert waiting(driver.scheduler) == siblings
     driver.drain()
     assert driver.scheduler.stats.prefix_hit_tokens >= 16
     assert all(seq.num_completion_tokens == 3 for seq in (leader, *siblings))
@@ -576,7 +588,7 @@ def test_a_group_aborted_before_its_siblings_start_leaves_nothing_behind():
     other = driver.add(tokens(1, 6))
     driver.step()
     driver.abort(driver.requests[0])
-    assert driver.scheduler.waiting + driver.scheduler.running == [other]
+    assert waiting(driver.scheduler) + driver.scheduler.running == [other]
     driver.drain()
 
 
@@ -589,3 +601,126 @@ def test_a_pending_copy_survives_the_end_of_its_source_and_of_its_destination():
         driver.scheduler.finish(group[gone])
         driver.add(tokens(1, 12), max_tokens=2)  # takes freed blocks in the step that carries out the copies
         driver.drain()
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def steps_until(driver, seq, tokens=1):
+    """The steps until a sequence has this many tokens."""
+    for count in range(1, 1000):
+        driver.step()
+        if seq.num_completion_tokens >= tokens:
+            return count
+    raise AssertionError(f"{seq} waits for ever")
+
+
+def busy_driver(call, late=False, steps=5):
+    """A driver with a call that has more work than there is room for: prompts that are long, or many, or samples."""
+    driver = Driver(num_blocks=1024, max_num_seqs=8, max_num_batched_tokens=16, late=late)
+    if call == "a long prompt":
+        driver.add(tokens(0, 500), max_tokens=1)
+    elif call == "many prompts":
+        for i in range(40):
+            driver.add(tokens(i, 60), max_tokens=4, call="heavy")
+    else:
+        driver.add(tokens(0, 10), max_tokens=40, n=32)
+    for _ in range(steps):
+        driver.step()
+    return driver
+
+
+HEAVY_CALLS = ["a long prompt", "many prompts", "many samples"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("call", HEAVY_CALLS)
+def test_a_small_call_behind_a_large_one_has_its_token_in_the_first_step_after_it_came(call, late):
+    driver = busy_driver(call, late)
+    assert steps_until(driver, driver.add(tokens(99, 3), max_tokens=1)) == 1 + late
+    driver.drain()
+
+
+@pytest.mark.parametrize("call", HEAVY_CALLS)
+def test_what_belongs_to_the_large_call_itself_waits_for_its_turn(call):
+    """The control: without calls of its own, the small sequence waits for all of the work before it."""
+    driver = busy_driver(call)
+    last = driver.add(tokens(99, 3), max_tokens=1, call=next(iter(driver.scheduler.calls)))
+    assert steps_until(driver, last) > 20
+
+
+def test_large_calls_share_the_steps_tokens_and_small_ones_pass_them_all():
+    driver = Driver(num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=64)
+    for i in range(3):
+        driver.add(tokens(i, 300), max_tokens=2)
+    for _ in range(6):
+        driver.step()
+    done = [group[0].num_cached_tokens for group in driver.requests]
+    assert sum(done) == 6 * 64, "a step was not filled"
+    assert min(done) > 6 * 64 / 12, "a long prompt stood still"
+    assert steps_until(driver, driver.add(tokens(9, 3), max_tokens=5), tokens=5) == 5
+    driver.drain()
+
+
+def test_a_long_prompt_holds_no_other_calls_tokens_up():
+    driver = Driver(num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=16)
+    driver.add(tokens(0, 500), max_tokens=1)
+    seqs = [driver.add(tokens(i, 2), max_tokens=20) for i in range(1, 6)]
+    for _ in range(22):
+        driver.step()
+    assert all(seq.num_completion_tokens == 20 for seq in seqs)
+
+
+def test_a_long_prompt_gets_all_that_nobody_else_wants():
+    driver = Driver(num_blocks=1024, max_num_batched_tokens=16)
+    long = driver.add(tokens(0, 200), max_tokens=1)
+    driver.add(tokens(1, 2), max_tokens=50)
+    for _ in range(5):
+        driver.step()
+    assert driver.computed == [16] * 5 and long.num_cached_tokens == 80 - 2 - 4
+
+
+def test_a_call_takes_a_place_only_from_those_that_are_not_the_first_of_theirs():
+    driver = Driver(num_blocks=1024, max_num_seqs=4)
+    driver.add(tokens(0, 3), max_tokens=90, n=3)
+    driver.add(tokens(1, 3), max_tokens=90)
+    driver.step()
+    third, fourth, fifth = (driver.add(tokens(i, 3), max_tokens=90) for i in (2, 3, 4))
+    driver.step()
+    driver.step()
+    assert [seq.seq_id for seq in driver.scheduler.running] == [0, 3, third.seq_id, fourth.seq_id]
+    assert [seq.seq_id for seq in waiting(driver.scheduler)] == [1, 2, fifth.seq_id]
+    assert driver.scheduler.stats.preemptions == 2
+    driver.drain()
+
+
+def test_a_call_takes_blocks_only_where_they_are_enough_for_it():
+    driver = Driver(num_blocks=8)
+    driver.add(tokens(0, 20), max_tokens=6, n=2)  # five blocks, then one more for each
+    driver.step()
+    held = waiting(driver.scheduler)
+    too_large = driver.add(tokens(1, 17), max_tokens=1)
+    small = driver.add(tokens(2, 3), max_tokens=1)
+    driver.step()
+    assert driver.scheduler.stats.preemptions == 0 and waiting(driver.scheduler) == [*held, too_large, small]
+    driver.drain()
+
+
+def test_calls_whose_first_sequences_fill_all_places_come_in_order_of_arrival():
+    driver = Driver(num_blocks=1024, max_num_seqs=2)
+    groups = [driver.add(tokens(i, 3), max_tokens=4, n=2) for i in range(4)]
+    order = []
+    while driver.scheduler.has_work:
+        driver.step()
+        order += [seq.seq_id for seq in groups if seq.status is SequenceStatus.FINISHED and seq.seq_id not in order]
+    assert order == sorted(order) and len(order) == 4
+
+
+def test_the_second_sequence_of_a_call_is_not_overtaken_for_ever():
+    driver = Driver(num_blocks=1024, max_num_seqs=2)
+    pair = [driver.add(tokens(i, 3), max_tokens=6, call="pair") for i in range(2)]
+    for i in range(40):  # there is always a newer call
+        driver.add(tokens(i, 3), max_tokens=3)
+        driver.step()
+    assert all(seq.status is SequenceStatus.FINISHED for seq in pair)
+    driver.drain()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,9 @@ def test_sigterm_in_a_rendezvous_and_in_a_transfer_exits_0(path):
         port = free_port()
         with command_line(path, "--control-port", str(port)) as (process, _), httpx.Client(timeout=60) as http:
             url = f"http://127.0.0.1:{port}"
-            where = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+            silent = socket.create_server(("127.0.0.1", 0))  # a rendezvous that never answers
+            address = free_port() if step == "transfer" else silent.getsockname()[1]
+            where = {"master_address": "127.0.0.1", "master_port": address, "rank_offset": 1, "world_size": 2}
             join = {**where, "group_name": "g", "backend": "gloo"}
             manifest = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[100]], "group_name": "g"}
             with contextlib.ExitStack() as open_calls:
@@ -56,6 +59,7 @@ def test_sigterm_in_a_rendezvous_and_in_a_transfer_exits_0(path):
                 wait_for(lambda url=url: http.get(f"{url}/is_paused").json()["state"] == "updating")
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(40) == 0, (step, process.stdout.read())
+            silent.close()
             if step == "transfer":
                 group.close()
 

@@ -256,6 +256,16 @@ def test_a_rendezvous_without_a_trainer_is_a_500_in_time(server):
         assert "use 'gloo'" in server.post("/init_weights_update_group", where).json()["message"]
 
 
+def test_a_group_of_a_trainer_that_is_not_there_holds_no_update_up(server, updated, new_rollout):
+    where = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    with in_background(server.post, "/init_weights_update_group", {**where, "backend": "gloo"}) as replies:
+        server.ok("/update_weights_from_disk", {"model_path": str(updated)})
+        assert served(server) == new_rollout and not replies
+    assert replies[0].status_code == 500 and "nobody listens at 127.0.0.1" in replies[0].json()["message"]
+    where["master_address"] = "no.such.host.invalid"
+    assert "nobody listens" in server.post("/init_weights_update_group", {**where, "backend": "gloo"}).text
+
+
 @pytest.mark.parametrize("mode", ["retract", "in_place", None])
 def test_running_requests_are_recomputed_or_say_that_they_were_not(server, path, updated, mode):
     with in_background(server.ok, "/inference/v1/generate", LONG) as results:
