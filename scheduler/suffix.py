@@ -13,7 +13,7 @@ import numpy as np
 from .sequence import Sequence
 
 MAX_PLACES = 16  # of one run that are followed, the newest
-LONGER = 4  # times as long a run is looked for first: among few different tokens a short one says nothing
+LONGER = (4, 2, 1)  # times `min_match`: runs to look for. Among few different tokens a short one says little
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
 END = -1  # of a text among others
@@ -120,7 +120,7 @@ class SuffixDrafter:
 
     def __init__(self, min_match: int, shared: bool, window: int):
         self.min_match = min_match
-        self.lengths = (LONGER * min_match, min_match)
+        self.lengths = [times * min_match for times in LONGER]
         self.shared = shared
         self.window = window
         self._groups: dict[bytes, Group] = {}
