@@ -42,10 +42,8 @@ class LiveIndex:
         old = len(text.tokens)
         text.tokens += tokens
         for length, places in self._places.items():
-            begin = max(0, old - length)
-            runs = zip(*(text.tokens[begin + i : i - length] for i in range(length)), strict=True)
-            for end, run in enumerate(runs, begin + length):
-                places.setdefault(run, []).append((text, end))
+            for end in range(max(old, length), len(text.tokens)):
+                places.setdefault(tuple(text.tokens[end - length : end]), []).append((text, end))
 
     def find(self, run: list[int]) -> list[Place]:
         """Return the newest places after this run, whose length is one of `lengths`."""
@@ -67,9 +65,12 @@ class StillIndex:
 
     def find(self, run: list[int]) -> list[Place]:
         """Return the newest places after this run, whose length is one of `lengths`."""
+        wanted = 0
+        for token in run:
+            wanted = (wanted * HASH_BASE + token) % 2**64
         hashes, places = self._hashes[len(run)]
-        (wanted,) = _hash_runs(np.array(run, np.int64), len(run))
-        first, last = np.searchsorted(hashes, [wanted, wanted + np.uint64(1)])
+        first = int(hashes.searchsorted(np.uint64(wanted)))
+        last = int(hashes.searchsorted(np.uint64(wanted), "right"))
         return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last].tolist()]
 
 
