@@ -32,7 +32,7 @@ Stream = tuple[int, int]  # of random numbers: a seed and a sample index
 
 
 class LiveIndex:
-    """The places in growing texts after each run of so many tokens as one of `lengths` says."""
+    """The places in growing texts after each run of tokens, for runs of `lengths`."""
 
     def __init__(self, lengths: Seq[int]):
         self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {length: {} for length in lengths}
@@ -51,7 +51,10 @@ class LiveIndex:
 
 
 class StillIndex:
-    """The same of texts that don't grow: hashes of runs, sorted, since a table of them would take longer to make."""
+    """The same for texts that don't grow. A table of runs would take ten times as long to make as their sorted hashes.
+
+    Two runs of equal hash are taken for the same: a draft may be wrong.
+    """
 
     def __init__(self, lengths: Seq[int], texts: list[Seq[int]]):
         tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
@@ -179,10 +182,8 @@ class SuffixDrafter:
         if new:
             cursor.group.index.extend(cursor.text, new)
             length = len(new)
-            went_on = [(text, i) for text, i in cursor.places if text.tokens[i : i + length] == new]
-            cursor.places = [
-                (text, i + length) for text, i in went_on if text.tokens[i + length : i + length + 1] != [END]
-            ]
+            went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
+            cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
             cursor.known += length
         if not any(i < len(text.tokens) for text, i in cursor.places):
             cursor.places = self._find(cursor)
@@ -228,4 +229,5 @@ def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float
 
 
 def _until_end(tokens: list[int]) -> list[int]:
+    """Leave out the END, and what follows it of another text."""
     return tokens[: tokens.index(END)] if END in tokens else tokens
