@@ -11,10 +11,10 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5060,
+    "engine + scheduler + model": 5250,
     "cluster": 930,
     "trainer": 610,
-    "trainer/rl": 1060,
+    "trainer/rl": 1075,
     "correction": 735,
     "correction/calibration": 565,
     "integrations": 2150,

@@ -1,11 +1,17 @@
 """What drafts save: steps and seconds with and without speculation, on SmolLM2, with every result compared as bits.
 
-python benchmarks/speculation.py
+python benchmarks/speculation.py [--driver] [--plot docs/speculation.png]
+
+--driver: instead, the time that drafting takes of a step of 64 sequences. --plot: instead, a plot of tokens a step and
+sequence against the share of right drafts, of a drafter that knows the answers and is right that often.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import pathlib
+import random
 import time
 
 from samebits import LLM, SamplingParams
@@ -32,16 +38,107 @@ def generate(llm: LLM, prompts: list, params: list[SamplingParams]) -> tuple[lis
     return found, llm.stats().steps - steps, seconds
 
 
+def driver_share(llm: LLM, prompts: list) -> float:
+    """Return the share of its steps' time that an engine spends on drafting, for 64 sequences seen before."""
+    speculator = llm.engine.scheduler.speculator
+    spent = 0.0
+
+    def timed(method):
+        @functools.wraps(method)
+        def call(*args):
+            nonlocal spent
+            start = time.perf_counter()
+            result = method(*args)
+            spent += time.perf_counter() - start
+            return result
+
+        return call
+
+    params = [SamplingParams(n=64 // len(prompts), max_tokens=48, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    generate(llm, prompts, params)
+    for name in ("begin_step", "draft", "finish"):
+        setattr(speculator, name, timed(getattr(speculator, name)))
+    before = llm.stats()
+    generate(llm, prompts, params)
+    after = llm.stats()
+    seconds = after.step_seconds - before.step_seconds
+    steps = after.steps - before.steps
+    drafted = after.draft_tokens - before.draft_tokens
+    print(
+        f"{steps} steps, {1e3 * seconds / steps:.0f} ms each, {drafted} drafted, {1e3 * spent / steps:.2f} ms drafting"
+    )
+    for name in ("begin_step", "draft", "finish"):
+        delattr(speculator, name)
+    return spent / seconds
+
+
+class Informed:
+    """A drafter that knows some texts; each of its tokens is right with a probability of `chance`."""
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+        self.chance = 1.0
+        self.rng = random.Random(0)
+
+    def __call__(self, ids: list[int]) -> list[int]:
+        """Return what comes next, mostly."""
+        text = next((text for text in self.texts if text[: len(ids)] == ids), ids)
+        return [token if self.rng.random() < self.chance else token ^ 1 for token in text[len(ids) :]]
+
+
+def plot(plain: LLM, prompts: list, settings: dict, file: pathlib.Path) -> None:
+    """Draw tokens per step and sequence against the share of drafted tokens that were right."""
+    from matplotlib.figure import Figure
+
+    params = [SamplingParams(max_tokens=64, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    outputs = plain.generate(prompts, params, use_tqdm=False)
+    drafter = Informed([out.prompt_token_ids + out.completions[0].token_ids for out in outputs])
+    axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
+    for sequences in (1, len(prompts)):
+        llm = LLM("smollm2", **settings, speculative_config={"method": drafter, "num_speculative_tokens": 8})
+        points = []
+        for chance in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0):
+            drafter.chance = chance
+            before = llm.stats()
+            found = llm.generate(prompts[:sequences], params[:sequences], use_tqdm=False)
+            assert [o.completions for o in found] == [o.completions for o in outputs[:sequences]], (
+                "a draft changed a bit"
+            )
+            after = llm.stats()
+            points.append((chance, 64 / (after.steps - before.steps)))
+            print(f"{sequences} sequences, right with {chance}: {points[-1][1]:.2f} tokens a step")
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{sequences} sequence{'s' * (sequences > 1)}")
+        llm.close()
+    chances = [i / 100 for i in range(30, 101)]
+    axes.plot(chances, [sum(c**i for i in range(9)) for c in chances], "--", color="gray", label="always 8 drafted")
+    axes.set(xlabel="probability that a drafted token is right", ylabel="tokens per step and sequence")
+    axes.legend()
+    axes.figure.savefig(file, dpi=120)
+
+
 def main() -> None:
     """Print a line per workload: steps and seconds without drafts and with them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="suffix", choices=("suffix", "ngram"))
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--driver", action="store_true")
+    parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
     settings = {"kv_cache_memory_bytes": 600 << 20}
     plain = LLM("smollm2", **settings)
-    drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})
     questions = [plain.chat_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
+    if args.plot:
+        plot(plain, questions, settings, args.plot)
+        return
+    drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})
+    if args.driver:
+        print(f"drafting takes {driver_share(drafting, questions):.2%} of a step of 64 sequences")
+        return
+    compare(plain, drafting, questions, args.tokens)
+
+
+def compare(plain: LLM, drafting: LLM, questions: list, tokens: int) -> None:
+    """Run each workload on both engines."""
     noise = [[number * 37 + 11 for number in range(40)], [number * 91 + 7 for number in range(40)]]
     workloads = (  # in this order: later ones find the rollouts of earlier ones
         ("new prompts, T=1", questions, 1.0, 1, 2),
@@ -54,7 +151,7 @@ def main() -> None:
     print("| workload | steps | with drafts | seconds | with drafts |\n|---|---|---|---|---|")
     for name, prompts, temperature, seed, n in workloads:
         params = [
-            SamplingParams(n=n, temperature=temperature, max_tokens=args.tokens, seed=100 * seed + i, ignore_eos=True)
+            SamplingParams(n=n, temperature=temperature, max_tokens=tokens, seed=100 * seed + i, ignore_eos=True)
             for i in range(len(prompts))
         ]
         expected, steps, seconds = generate(plain, prompts, params)

@@ -57,18 +57,21 @@ def measure(
     for _ in tqdm(range(repeats), desc=f"{work['name']}, exact={exact}", unit="run", delay=2):
         llm.reset_prefix_cache()
         turn()
-        before = llm.stats().prompt_tokens_computed
+        before = llm.stats()
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
-    computed = llm.stats().prompt_tokens_computed - before
+    after = llm.stats()
     llm.close()
     return {
         "engine": "samebits" if exact else "samebits, switches off",
         "workload": work["name"],
         "dtype": llm.config.dtype,
         "output_tok_s": [round(tokens / s, 1) for s in seconds],
-        "prompt_tokens_computed": computed,
+        "prompt_tokens_computed": after.prompt_tokens_computed - before.prompt_tokens_computed,
+        "draft_tokens": after.draft_tokens - before.draft_tokens,
+        "accepted_tokens": after.accepted_tokens - before.accepted_tokens,
+        "tokens_per_step": round(tokens / (after.steps - before.steps), 2),
         "start_seconds": round(start_seconds, 2),
         "weights_mb": round(llm.weight_bytes / 1e6),
         "kv_mb": round(llm.kv_cache_bytes / 1e6),

@@ -246,10 +246,13 @@ def bench(
     if as_json:
         print(json.dumps(results))
         return
-    table = Table("engine", "workload", "output tok/s", "start s", "resident MB")
+    shown = {"start_seconds": "start s", "resident_mb": "resident MB"}
+    if engine["speculative_config"] is not None:  # of the last run
+        shown |= {"draft_tokens": "drafted", "accepted_tokens": "accepted", "tokens_per_step": "tokens a step"}
+    table = Table("engine", "workload", "output tok/s", *shown.values())
     for r in results:
         rate = statistics.median(r["output_tok_s"])
-        table.add_row(r["engine"], r["workload"], f"{rate:.0f}", str(r["start_seconds"]), str(r["resident_mb"]))
+        table.add_row(r["engine"], r["workload"], f"{rate:.0f}", *(str(r[name]) for name in shown))
     console.print(table)
 
 

@@ -37,10 +37,15 @@ def train(
     model: Annotated[
         str, typer.Option(help="Checkpoint, hub id, 'smollm2', or 'tiny' or 'tiny-moe': made from scratch.")
     ],
-    task: Annotated[str, typer.Option(help="arithmetic, sorting, brackets, or a .jsonl of prompts and answers.")],
+    task: Annotated[
+        str, typer.Option(help="arithmetic, sorting, brackets, counting, or a .jsonl of prompts and answers.")
+    ],
     output_dir: Annotated[Path, typer.Option(help="Log, checkpoints and plots; an earlier run there is resumed.")],
     correction: Annotated[str, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = "none",
     verifier: Annotated[str | None, typer.Option(help="Of a .jsonl task: exact or math-verify.")] = None,
+    num_problems: Annotated[
+        int | None, typer.Option(help="Problems of a built-in task, which repeat; unset, all are new.")
+    ] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Server of the same model, to sample with.")] = None,
     sync_dir: Annotated[Path | None, typer.Option(help="Directory through which it gets weights.")] = None,
@@ -71,7 +76,11 @@ def train(
     init_process_group(training["device"])
     if verifier is not None and not task.endswith(".jsonl"):
         raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
-    problems = make_task(task, **({} if verifier is None else {"verifier": verifier}), seed=training["seed"])
+    if num_problems is not None and task.endswith(".jsonl"):
+        raise ValueError("--num-problems is for built-in tasks; a .jsonl has those of its lines")
+    chosen = {"verifier": verifier, "num_problems": num_problems}
+    options = {name: value for name, value in chosen.items() if value is not None}
+    problems = make_task(task, **options, seed=training["seed"])
     if evaluate_every:
         try:
             problems.problem(0, "validation")

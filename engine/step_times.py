@@ -25,10 +25,11 @@ def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) 
     rows = [n for n in ROWS if n <= num_blocks] or [1]
     best = [min(_seconds(executor, planner, n) for _ in range(ROUNDS)) for n in rows]
     seconds = np.maximum.accumulate(best)
-    slope = (seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])
+    slope = float(seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])
+    known = np.interp(range(rows[-1] + 1), rows, seconds).tolist()
 
     def step_seconds(count: int) -> float:
-        return float(np.interp(count, rows, seconds)) + slope * max(0, count - rows[-1])
+        return known[count] if count <= rows[-1] else known[-1] + slope * (count - rows[-1])
 
     return step_seconds
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from .sequence import Sequence
 
-MAX_PLACES = 16  # of one context that are followed, the newest
+MAX_PLACES = 16  # of one run that are followed, the newest
+LONGER = (4, 2, 1)  # times `min_match`: runs to look for. Among few different tokens a short one says little
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
+END = -1  # of a text among others
+HASH_BASE = 0x9E3779B97F4A7C15
 
 
 @dataclass(eq=False)
@@ -25,35 +31,70 @@ Place = tuple[Text, int]  # a text, and the number of a token in it
 Stream = tuple[int, int]  # of random numbers: a seed and a sample index
 
 
-class SuffixIndex:
-    """The places in some texts after each run of `min_match` tokens."""
+class LiveIndex:
+    """The places in growing texts after each run of tokens, for runs of `lengths`."""
 
-    def __init__(self, min_match: int):
-        self.min_match = min_match
-        self._places: dict[tuple[int, ...], list[Place]] = {}
+    def __init__(self, lengths: Seq[int]):
+        self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {length: {} for length in lengths}
 
-    def extend(self, text: Text, token: int) -> None:
-        """Append a token to a text."""
-        end = len(text.tokens)
-        if end >= self.min_match:
-            context = tuple(text.tokens[end - self.min_match :])
-            self._places.setdefault(context, []).append((text, end))
-        text.tokens.append(token)
+    def extend(self, text: Text, tokens: Seq[int]) -> None:
+        """Append tokens to a text."""
+        old = len(text.tokens)
+        text.tokens += tokens
+        for length, places in self._places.items():
+            for end in range(max(old, length), len(text.tokens)):
+                places.setdefault(tuple(text.tokens[end - length : end]), []).append((text, end))
 
-    def find(self, tokens: list[int]) -> list[Place]:
-        """Return the newest places whose tokens follow the same `min_match` tokens as the end of `tokens`."""
-        return self._places.get(tuple(tokens[-self.min_match :]), [])[-MAX_PLACES:]
+    def find(self, run: list[int]) -> list[Place]:
+        """Return the newest places after this run, whose length is one of `lengths`."""
+        return self._places[len(run)].get(tuple(run), [])[-MAX_PLACES:]
+
+
+class StillIndex:
+    """The same for texts that don't grow. A table of runs would take ten times as long to make as their sorted hashes.
+
+    Two runs of equal hash are taken for the same: a draft may be wrong.
+    """
+
+    def __init__(self, lengths: Seq[int], texts: list[Seq[int]]):
+        tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
+        self._text = Text(tokens.tolist())
+        self._hashes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for length in lengths:
+            places = length + np.flatnonzero(tokens[length:] != END)
+            hashes = _hash_runs(tokens, length)[places - length]
+            order = np.argsort(hashes, kind="stable")
+            self._hashes[length] = (hashes[order], places[order])
+
+    def find(self, run: list[int]) -> list[Place]:
+        """Return the newest places after this run, whose length is one of `lengths`."""
+        wanted = 0
+        for token in run:
+            wanted = (wanted * HASH_BASE + token) % 2**64
+        hashes, places = self._hashes[len(run)]
+        first = int(hashes.searchsorted(np.uint64(wanted)))
+        last = int(hashes.searchsorted(np.uint64(wanted), "right"))
+        return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last].tolist()]
+
+
+def _hash_runs(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Return a hash, uint64, of each run of `length` tokens: a polynomial in an odd number."""
+    hashes = np.zeros(max(0, len(tokens) - length + 1), np.uint64)
+    for start in range(length):
+        hashes = hashes * np.uint64(HASH_BASE) + tokens[start : start + len(hashes)].astype(np.uint64)
+    return hashes
 
 
 @dataclass(eq=False)
 class Group:
-    """The index of a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
+    """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    twins: the newest earlier rollout of each stream.
+    still: of earlier rollouts. twins: the newest earlier rollout of each stream.
     """
 
-    index: SuffixIndex
-    twins: dict[Stream, Text] = field(default_factory=dict)
+    index: LiveIndex
+    still: StillIndex | None
+    twins: dict[Stream, Seq[int]]
     live: int = 0
     ended: int = 0
 
@@ -83,6 +124,7 @@ class SuffixDrafter:
 
     def __init__(self, min_match: int, shared: bool, window: int):
         self.min_match = min_match
+        self.lengths = [times * min_match for times in LONGER]
         self.shared = shared
         self.window = window
         self._groups: dict[bytes, Group] = {}
@@ -96,12 +138,13 @@ class SuffixDrafter:
         if cursor is None:
             cursor = self._cursors[seq.seq_id] = self._enter(seq)
         self._follow(cursor, seq)
-        own = cursor.text.tokens
         twin = cursor.group.twins.get((seq.seed, seq.sample_index))
-        context = slice(max(0, len(own) - self.min_match), len(own))
-        if twin is not None and len(twin.tokens) > len(own) and twin.tokens[context] == own[context]:
-            tokens = twin.tokens[len(own) : len(own) + limit]
-            return tokens, [1.0] * len(tokens)
+        known = seq.num_completion_tokens
+        if twin is not None and known < len(twin):
+            since = max(0, known - self.min_match)
+            if twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :]):
+                tokens = [*twin[known : known + limit]]
+                return tokens, [1.0] * len(tokens)
         return _most_common(cursor.places, limit)
 
     def finish(self, seq: Sequence) -> None:
@@ -124,27 +167,36 @@ class SuffixDrafter:
         name = seq.cache_salt if self.shared else seq.seq_id.to_bytes(8, "little")
         key = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16, key=name).digest()
         group = self._groups.get(key)
+        tail = prompt[-self.min_match :]
         if group is None:
-            group = self._groups[key] = Group(SuffixIndex(self.min_match))
-            text = Text([])
-            for token in prompt[-MAX_PROMPT:]:
-                group.index.extend(text, token)
-            for stream, rollout in self._history.get(key, ()):
-                text = group.twins[stream] = Text(prompt[-self.min_match :])
-                for token in rollout:
-                    group.index.extend(text, token)
+            rollouts = self._history.get(key, ())
+            still = StillIndex(self.lengths, [[*tail, *tokens] for _, tokens in rollouts]) if rollouts else None
+            group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
+            group.index.extend(Text([]), prompt[-MAX_PROMPT:])
         group.live += 1
-        return Cursor(key, group, Text(prompt[-self.min_match :]), seq.num_prompt_tokens)
+        return Cursor(key, group, Text(tail), seq.num_prompt_tokens)
 
     def _follow(self, cursor: Cursor, seq: Sequence) -> None:
         """Take in a sequence's new tokens. Places that went on otherwise are left; where none stays, find new ones."""
-        for token in seq.token_ids[cursor.known :]:
-            went_on = [(text, i) for text, i in cursor.places if i < len(text.tokens) and text.tokens[i] == token]
-            cursor.places = [(text, i + 1) for text, i in went_on]
-            cursor.group.index.extend(cursor.text, token)
-        cursor.known = len(seq.token_ids)
+        new = seq.token_ids[cursor.known :]
+        if new:
+            cursor.group.index.extend(cursor.text, new)
+            length = len(new)
+            went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
+            cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
+            cursor.known += length
         if not any(i < len(text.tokens) for text, i in cursor.places):
-            cursor.places = cursor.group.index.find(cursor.text.tokens)
+            cursor.places = self._find(cursor)
+
+    def _find(self, cursor: Cursor) -> list[Place]:
+        """Return the places after the longest run that ends the sequence and is known."""
+        for length in self.lengths:
+            run = cursor.text.tokens[-length:]
+            if len(run) == length:
+                old = [] if cursor.group.still is None else cursor.group.still.find(run)
+                if found := old + cursor.group.index.find(run):
+                    return found[-MAX_PLACES:]
+        return []
 
     def _keep(self, key: bytes, stream: Stream, rollout: array) -> None:
         rollouts = self._history.setdefault(key, deque())
@@ -162,13 +214,20 @@ def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float
     """Follow the token on which most places agree, of equals the newest one's, and then the places that had it."""
     tokens: list[int] = []
     shares: list[float] = []
-    while len(tokens) < limit:
-        places = [(text, i) for text, i in places if i < len(text.tokens)]
-        if not places:
+    ahead = [_until_end(text.tokens[i : i + limit]) for text, i in reversed(places)]
+    while ahead := [after for after in ahead if len(after) > len(tokens)]:
+        number = len(tokens)
+        if ahead.count(ahead[0]) == len(ahead):
+            tokens += ahead[0][number:]
+            shares += [1.0] * (len(tokens) - number)
             break
-        votes = Counter(text.tokens[i] for text, i in reversed(places))
-        token, count = votes.most_common(1)[0]
+        token, count = Counter(after[number] for after in ahead).most_common(1)[0]
         tokens.append(token)
-        shares.append(count / len(places))
-        places = [(text, i + 1) for text, i in places if text.tokens[i] == token]
+        shares.append(count / len(ahead))
+        ahead = [after for after in ahead if after[number] == token]
     return tokens, shares
+
+
+def _until_end(tokens: list[int]) -> list[int]:
+    """Leave out the END, and what follows it of another text."""
+    return tokens[: tokens.index(END)] if END in tokens else tokens

@@ -9,7 +9,9 @@ import pytest
 from samebits import LLM, SamplingParams
 from samebits.engine.core import EngineCore
 from samebits.engine.sampling_params import RequestOutputKind
+from samebits.trainer import exact_model
 
+from helpers.adapters import adapted_model, lora
 from helpers.schedules import check_results, random_requests, run_schedule, two_versions
 
 VOCAB = 40  # so small that texts repeat themselves
@@ -88,6 +90,42 @@ def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
         accepted += llm.stats().accepted_tokens
     assert drafted
     assert accepted or not drafter.startswith("right")
+
+
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["suffix", pytest.param("noise", marks=pytest.mark.slow)])
+def test_no_draft_changes_a_bit_of_an_adapter_or_of_experts(checkpoint, drafter, kind):
+    if kind == "adapter":
+        path = checkpoint("qwen2", vocab_size=VOCAB)
+        settings = {"adapter": lora()}
+        models = [exact_model(path, adapter=lora()), adapted_model(path, seed=1)]
+    else:
+        path, models = two_versions(checkpoint, "qwen3_moe", "float32", vocab_size=VOCAB)
+        settings = {}
+    rng = random.Random(f"{kind}-{drafter}")
+    requests = random_requests(rng, VOCAB, 5, 30)
+    config = speculative_config(drafter, path, models, requests, rng)
+    results, llm = run_schedule(path, "float32", rng, requests, models, speculative_config=config, **settings)
+    check_results(models, requests, results)
+    assert llm.stats().draft_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_no_draft_of_replicas_changes_a_bit(checkpoint, stages, ray_cluster):
+    path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
+    rng = random.Random(stages)
+    requests = random_requests(rng, VOCAB, 8, 30)
+    layout = {"replicas": 2} | ({"pipeline_parallel_size": 2} if stages == 2 else {})
+    config = {"method": "suffix", "prompt_lookup_min": 1}
+    results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config, **layout)
+    check_results(models, requests, results)
+    with LLM(path, speculative_config=config, **layout) as llm:  # its counters, while its processes live
+        params = SamplingParams(n=4, max_tokens=60, seed=1, ignore_eos=True)
+        expected = completions(LLM(path), [([5, 7, 9], params)])
+        for _ in range(2):
+            assert completions(llm, [([5, 7, 9], params)]) == expected
+        assert llm.stats().accepted_tokens > 0
 
 
 def completions(llm, requests):

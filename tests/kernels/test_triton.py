@@ -32,6 +32,7 @@ from samebits.model.linear import UnsupportedModelError
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
+from helpers.oracle import oracle
 from helpers.schedules import check_results, random_requests, run_schedule
 
 # numpy's, about NaN in lanes that a mask drops
@@ -476,6 +477,25 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     check_results([model], requests, results)
     kinds = {tokens > 1 for _, tokens in llm.engine.executor.workers[0].runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
+
+
+@pytest.mark.slow
+def test_no_draft_changes_a_bit_in_graphs(checkpoint, monkeypatch):
+    """Steps of drafts go through the graphs of mixed steps: right drafts, each with a wrong token at its end."""
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    model = exact_model(path)
+    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    ((tokens, logprobs),) = oracle(model, [5, 7, 9], params)
+
+    def draft(ids):
+        return [*tokens[len(ids) - 3 :][:2], 11]
+
+    llm = LLM(path, speculative_config={"method": draft})
+    (found,) = llm.generate([[5, 7, 9]], params, use_tqdm=False)[0].completions
+    assert (found.token_ids, found.logprobs) == (tokens, logprobs)
+    assert llm.stats().accepted_tokens > 0
+    assert llm.engine.executor.workers[0].runner.graphs._buckets
 
 
 def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):

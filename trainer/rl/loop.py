@@ -332,9 +332,9 @@ class Trainer:
                 self.save()
             on_step(metrics)
 
-    def evaluate(self, count: int = 256) -> float:
-        """Mean reward of greedy answers to `count` validation problems."""
-        return self.worker.evaluate(count)
+    def evaluate(self, count: int = 256, temperature: float = 0.0) -> float:
+        """Mean reward of answers to `count` validation problems: greedy ones, or sampled ones with fixed seeds."""
+        return self.worker.evaluate(count, temperature)
 
     def save(self) -> None:
         """A checkpoint in `output_dir`, complete or absent. OSError where it can't be written; older ones stay."""

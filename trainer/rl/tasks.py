@@ -43,16 +43,22 @@ class Task(Protocol):
 
 
 class GeneratedTask:
-    """Problems drawn from a distribution; one in ten, by a hash of its prompt, is kept for validation."""
+    """Problems drawn from a distribution; one in ten, by a hash of its prompt, is kept for validation.
+
+    num_problems: so many to train on, each epoch in its order; None: always new ones.
+    """
 
     alphabet: str  # all characters of prompts and answers
     least = 2
 
-    def __init__(self, size: int = 6, seed: int = 0):
+    def __init__(self, size: int = 6, seed: int = 0, num_problems: int | None = None):
         if size < self.least:
             raise ValueError(f"a problem needs a size of at least {self.least}, got {size}")
+        if num_problems is not None and num_problems < 1:
+            raise ValueError(f"num_problems must be positive, got {num_problems}; leave it out for ever new ones")
         self.size = size
         self.seed = seed
+        self.num_problems = num_problems
 
     def draw(self, rng: random.Random) -> Problem:
         """A random problem."""
@@ -60,6 +66,9 @@ class GeneratedTask:
 
     def problem(self, index: int, split: Split = "train") -> Problem:
         """The problem of this number: the same on every call."""
+        if self.num_problems is not None and split == "train":
+            epoch, place = divmod(index, self.num_problems)
+            index = _shuffled(self.num_problems, f"{self.seed}/{split}/{epoch}")[place]
         rng = random.Random(f"{self.seed}/{split}/{index}")
         while True:
             problem = self.draw(rng)
@@ -77,8 +86,8 @@ class Arithmetic(GeneratedTask):
     alphabet = "0123456789+="
     least = 1
 
-    def __init__(self, size: int = 2, seed: int = 0):
-        super().__init__(size, seed)
+    def __init__(self, size: int = 2, seed: int = 0, num_problems: int | None = None):
+        super().__init__(size, seed, num_problems)
 
     def draw(self, rng: random.Random) -> Problem:
         """Two numbers of `size` digits and their sum."""
@@ -103,8 +112,8 @@ class Brackets(GeneratedTask):
 
     alphabet = "()[]{}>"
 
-    def __init__(self, size: int = 10, seed: int = 0):
-        super().__init__(size, seed)
+    def __init__(self, size: int = 10, seed: int = 0, num_problems: int | None = None):
+        super().__init__(size, seed, num_problems)
 
     def draw(self, rng: random.Random) -> Problem:
         """Open brackets, and those that close them."""
@@ -119,6 +128,29 @@ class Brackets(GeneratedTask):
                 text += bracket
                 stack.append(closing[bracket])
         return Problem(text + ">", "".join(reversed(stack)))
+
+
+class Counting(GeneratedTask):
+    """Counting on in steps, as far as the digits reach: "930+4>" -> "934 938 942 ... 998". Answers are long, of 64 to
+    500 characters, and few of them much longer than the others.
+
+    size: digits of a number.
+    """
+
+    alphabet = "0123456789+> "
+    least = 3
+
+    def __init__(self, size: int = 3, seed: int = 0, num_problems: int | None = None):
+        super().__init__(size, seed, num_problems)
+
+    def draw(self, rng: random.Random) -> Problem:
+        """A number and a step, and all numbers that follow in such steps."""
+        limit = 10**self.size
+        step = rng.randint(1, 8)
+        count = rng.randint(64, rng.randint(64, 496)) // (self.size + 1)
+        start = limit - rng.randint(1, step) - step * count
+        numbers = range(start + step, limit, step)
+        return Problem(f"{start:0{self.size}}+{step}>", " ".join(f"{n:0{self.size}}" for n in numbers))
 
 
 class JsonlTask:
@@ -208,7 +240,7 @@ class MathGrader:
         return None
 
 
-TASKS = {"arithmetic": Arithmetic, "sorting": Sorting, "brackets": Brackets}
+TASKS = {"arithmetic": Arithmetic, "sorting": Sorting, "brackets": Brackets, "counting": Counting}
 
 
 def make_task(name: str, **options) -> Task:

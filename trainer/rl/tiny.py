@@ -36,7 +36,7 @@ def make_tiny_model(folder: str | os.PathLike, alphabet: str, seed: int = 0, exp
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=EOS, pad_token=PAD)
     sizes = {
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "num_key_value_heads": 4, "max_position_embeddings": 1024, "tie_word_embeddings": False,
     }  # fmt: skip
     kind: Any = LlamaConfig
     if experts:

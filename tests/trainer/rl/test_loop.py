@@ -608,6 +608,39 @@ def test_answers_are_right():
             for x in pairs:
                 text = text.replace(x, "")
         assert text == ""
+        p = make_task("counting").problem(i)
+        start, step = map(int, p.prompt.rstrip(">").split("+"))
+        assert [*map(int, p.answer.split())] == [*range(start + step, 1000, step)]
+        assert 60 <= len(p.answer) < 512
+
+
+def test_problems_that_repeat_come_once_an_epoch_in_an_order_of_its_own():
+    task = make_task("counting", num_problems=20)
+    epochs = [[task.problem(20 * epoch + i) for i in range(20)] for epoch in range(3)]
+    assert epochs[0] != epochs[1]
+    assert all({*epoch} == {*epochs[0]} for epoch in epochs)
+    assert task.problem(25, "validation") not in epochs[0]
+    with pytest.raises(ValueError, match="num_problems must be positive"):
+        make_task("counting", num_problems=0)
+
+
+def test_drafts_change_no_bit_of_a_run_and_follow_the_last_validation(tiny, monkeypatch):
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+    found = []
+    for drafts in ({}, {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}):
+        trainer = Trainer(config_of(tiny, lr=1e-4, engine={"kv_cache_memory_bytes": 2**21, **drafts}), Digits())
+        metrics = []
+        steps = []
+        for _ in range(2):
+            metrics.append({k: v for k, v in trainer.step().items() if "second" not in k})
+            before = trainer.llm.stats().steps
+            metrics.append(trainer.evaluate(20, temperature=1.0))
+            steps.append(trainer.llm.stats().steps - before)
+        found.append((metrics, weights(trainer), steps))
+    (plain, before, _), (drafted, after, steps) = found
+    assert plain == drafted
+    assert equal(before, after)
+    assert steps[1] < steps[0], "the second validation drafted nothing from the first"
 
 
 def test_a_jsonl_task_reads_its_lines_and_names_a_bad_one(tmp_path):
