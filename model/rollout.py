@@ -132,10 +132,14 @@ class FusedLayer(nn.Module):
         """
         if total.shape[-2] > ops.backend(total.device).LAYER_ROWS:
             return None
-        attention, mlp, norm = (self._modules.get(n) for n in ("self_attn", "mlp", "post_attention_layernorm"))
+        names = "self_attn", "mlp", "post_attention_layernorm"
+        attention: Any
+        mlp: Any
+        norm: Any
+        attention, mlp, norm = (self._modules.get(name) for name in names)
         following = getattr(*self.following) if self.following else None
         kinds = type(mlp) is ExactMLP and isinstance(attention, FusedAttention) and isinstance(norm, FusedNorm)
-        if not kinds or "q_norm" in attention._modules or not _unobserved(attention, mlp, norm):  # type: ignore
+        if not kinds or "q_norm" in attention._modules or not _unobserved(attention, mlp, norm):
             return None
         if following is not None and not (isinstance(following, FusedNorm) and _unobserved(following)):
             return None
