@@ -81,6 +81,40 @@ class ExpertPlan(NamedTuple):
         return self.pairs // self.places.shape[1]
 
 
+class LayerParts(NamedTuple):
+    """What a gated decoder layer of the usual kind computes with.
+
+    linears: q, k, v, o, gate, up, down, each as `linear_packed` takes it. Norms: weight [hidden] and eps; the middle
+    one's input is the sum after attention, the following one's that after the layer. scale, window: see `attention`.
+    """
+
+    linears: list[tuple[Any, int, Tensor | None]]
+    middle_norm: tuple[Tensor, float]
+    following_norm: tuple[Tensor, float] | None
+    activation: str
+    scale: float
+    window: int
+
+
+class DecoderLayer(Protocol):
+    """A decoder layer of few rows in one launch: the bits of the kernels that it stands for."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        parts: LayerParts,
+        tables: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        layout: PagedLayout,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output and the following norm's, if there is one, [rows, hidden] in x's dtype.
+
+        x, normed [rows, hidden]: the residual stream and its norm, up to LAYER_ROWS rows; tables: cos and sin [rows,
+        D], in x's dtype; cache: keys and values of the layer, where the rows' own go to the layout's slots.
+        """
+
+
 class Backend(Protocol):
     """The kernels for one kind of device; see the module's docstring for what holds for all of them."""
 
@@ -88,6 +122,8 @@ class Backend(Protocol):
     """The keys of a KV block, which is also attention's block of keys."""
     GRAPHS: bool
     """True if a step's launches can be recorded and replayed."""
+    LAYER_ROWS: int
+    """The most rows that `decoder_layer` takes; 0 where there is none."""
     LOGIT_ROWS: int
     """The rows of logits in memory at a time, where a trainer doesn't say."""
     ACTIVATIONS: tuple[str, ...]
@@ -283,6 +319,10 @@ class Backend(Protocol):
         out, lse: what `attention` gave; grad: of the output, [T, heads, D]; lengths: tokens of each sequence, whose sum
         is T.
         """
+
+    @property
+    def decoder_layer(self) -> DecoderLayer | None:
+        """The function that computes a whole layer in one launch; None where recorded launches (GRAPHS) do better."""
 
     # --- from logits to tokens
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
+from ..kernels.backend import LayerParts
 from .attention import AttentionCall
 from .coverage import UnderMode
 from .exact import is_exact
 from .experts import is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
-from .roles import ExactRMSNorm
+from .roles import ExactMLP, ExactRMSNorm
 from .routing import hand_over
 from .selfcheck import SelfCheck
 
@@ -81,8 +82,31 @@ class FusedAttention(nn.Module):
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
+def _unobserved(*modules: Any) -> bool:
+    """True if nobody has put a hook on one of the modules."""
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
+    return norm.weight.detach(), norm.variance_epsilon
+
+
+def _linears(attention: Any, mlp: Any) -> list[tuple[Any, int, Tensor | None]] | None:
+    """Return a layer's products as kernels take them; None if one is of another kind, is watched or has an adapter."""
+    found = []
+    of_attention = (attention._modules[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    of_mlp = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
+    for linear in (*of_attention, *of_mlp):
+        own = type(linear) is ExactLinear and linear.packed is not None and linear.low_rank is None
+        if not own or not _unobserved(linear):
+            return None
+        bias = linear._parameters["bias"]
+        found.append((linear.packed.memory, linear.packed.features, None if bias is None else bias.detach()))
+    return found
+
+
 class FusedLayer(nn.Module):
-    """A decoder layer whose sums take the norms after them along.
+    """A decoder layer whose sums take the norms after them along; one of few rows is a single launch.
 
     following: the module that holds the norm after this layer, and its name there; empty where there is none here.
     """
@@ -93,10 +117,50 @@ class FusedLayer(nn.Module):
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
         hand_over(self, kwargs)
+        parts = self._parts(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
+        if parts is not None:
+            return self._launch(hidden_states, parts, **kwargs)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         update = module.mlp(module.post_attention_layernorm(hidden_states))
         return add(hidden_states, update, getattr(*self.following) if self.following else None)
+
+    def _parts(self, total: Tensor) -> LayerParts | None:
+        """Return what one launch computes with; None where the layer needs several.
+
+        Read anew at each call: weights, adapters and hooks come and go.
+        """
+        if total.shape[-2] > ops.backend(total.device).LAYER_ROWS:
+            return None
+        names = "self_attn", "mlp", "post_attention_layernorm"
+        attention: Any
+        mlp: Any
+        norm: Any
+        attention, mlp, norm = (self._modules.get(name) for name in names)
+        following = getattr(*self.following) if self.following else None
+        kinds = type(mlp) is ExactMLP and isinstance(attention, FusedAttention) and isinstance(norm, FusedNorm)
+        if not kinds or "q_norm" in attention._modules or not _unobserved(attention, mlp, norm):
+            return None
+        if following is not None and not (isinstance(following, FusedNorm) and _unobserved(following)):
+            return None
+        linears = _linears(attention, mlp)
+        if linears is None:
+            return None
+        call = attention.observed
+        after = None if following is None else _weight_and_eps(following)
+        return LayerParts(linears, _weight_and_eps(norm), after, mlp.activation, call.scaling, call.window)
+
+    def _launch(
+        self, x: Tensor | Residual, parts: LayerParts, position_embeddings=None, layout=None, kv_caches=None, **kwargs
+    ) -> Tensor | Residual:
+        """Return the layer's output, with its norm where that follows here, by one launch."""
+        module: Any = self
+        total, normed = (x.total if isinstance(x, Residual) else x), module.input_layernorm(x)
+        rows = total.view(-1, total.shape[-1]), normed.view(-1, total.shape[-1])
+        tables = position_embeddings[0][0], position_embeddings[1][0]
+        launch: Any = ops.backend(total.device).decoder_layer
+        out, after = launch(*rows, parts, tables, kv_caches[module.self_attn.layer_idx], layout)
+        return out.view(total.shape) if after is None else Residual(out.view(total.shape), after.view(total.shape))
 
 
 def pack_weights(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..backend import LayerParts
 from ..layout import PagedLayout
 from .attention import BLOCK, attention, new_kv_cache, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
@@ -31,6 +32,8 @@ from .experts import (
 )
 from .functions import row_sums, softmax, top_k, unary
 from .jit import storage
+from .layer import ROWS as LAYER_ROWS
+from .layer import decoder_layer
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
 from .simd import CHAIN
@@ -71,6 +74,9 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     weight = storage(pack(stored)), 1, None
+    square = storage(pack(stored.expand(16, 16))), 16, None
+    norm = stored[0], 1e-5
+    parts = LayerParts([square] * 7, norm, norm, "silu", 1.0, 0)
     calls = (
         lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
@@ -81,6 +87,7 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: write_kv(kv, kv, layout, *cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
+        lambda: decoder_layer(stored, stored, parts, (stored, stored), cache, layout),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
         *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
         *[lambda: _warm_up_experts(dtype)] * experts,
@@ -105,6 +112,7 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
+    "LAYER_ROWS",
     "LOGIT_ROWS",
     "add_rms_norm",
     "attention",
@@ -112,6 +120,7 @@ __all__ = [
     "check_device",
     "combine",
     "combine_backward",
+    "decoder_layer",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

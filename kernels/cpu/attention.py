@@ -72,65 +72,82 @@ def _softmax_step(s, tree, low, high, scale, m, l):
     return new, fma(l, factor, tree[0]), factor
 
 
-@parallel
-def _attention(
-    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs
+@inline
+def attend(
+    program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse
 ):
+    """Attend for one of `programs` shares of the work: every `programs`-th pair of an item and a KV head."""
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
     width = v_cache.shape[3]
     group = heads // kv_heads
     most = max(QUERY_ROWS, group)
+    qs = np.empty((most, dim), np.float32)
+    s = np.empty((most, BLOCK), np.float32)
+    o = np.empty((most, width), np.float32)
+    m = np.empty(most, np.float32)
+    l = np.empty(most, np.float32)
+    tree = np.empty(BLOCK // 2, np.float32)
+    for work in range(program, items.shape[0] * kv_heads, programs):
+        first, count, sequence = items[work // kv_heads]
+        head = work % kv_heads
+        rows = count * group
+        position = positions[first]
+        for r in range(rows):
+            qs[r] = q[first + r // group, head * group + r % group]
+            m[r] = _MASKED
+            l[r] = _ZERO
+        o[:rows] = _ZERO
+        last = position + count - 1
+        start = max(0, position - window + 1) // BLOCK if window > 0 else 0
+        for block in range(start, last // BLOCK + 1):
+            number = block_tables[block_table_starts[sequence] + block]
+            following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
+            base = block * BLOCK
+            s[:rows] = _ZERO
+            _product(qs, k_cache[number, head], dim, s, rows, v_cache[number, head])
+            for r in range(rows):
+                here = position + r // group
+                low = max(0, here - window + 1 - base) if window > 0 else 0
+                m[r], l[r], factor = _softmax_step(
+                    s[r], tree, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r]
+                )
+                if factor != _ONE:
+                    for j in range(width):
+                        o[r, j] *= factor
+            _product(s, v_cache[number, head], min(BLOCK, last - base + 1), o, rows, k_cache[following, head])
+        for r in range(rows):
+            token, h = first + r // group, head * group + r % group
+            for j in range(dim):
+                out[token, h, j] = o[r, j] / l[r] + _ZERO  # + 0: a masked key may have turned -0 into +0
+            lse[token, h] = float32(float(m[r]) + math.log(float(l[r])))
+
+
+@parallel
+def _attention(
+    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs
+):
     for program in prange(programs):
-        qs = np.empty((most, dim), np.float32)
-        s = np.empty((most, BLOCK), np.float32)
-        o = np.empty((most, width), np.float32)
-        m = np.empty(most, np.float32)
-        l = np.empty(most, np.float32)
-        tree = np.empty(BLOCK // 2, np.float32)
-        for work in range(program, items.shape[0] * kv_heads, programs):
-            first, count, sequence = items[work // kv_heads]
-            head = work % kv_heads
-            rows = count * group
-            position = positions[first]
-            for r in range(rows):
-                qs[r] = q[first + r // group, head * group + r % group]
-                m[r] = _MASKED
-                l[r] = _ZERO
-            o[:rows] = _ZERO
-            last = position + count - 1
-            start = max(0, position - window + 1) // BLOCK if window > 0 else 0
-            for block in range(start, last // BLOCK + 1):
-                number = block_tables[block_table_starts[sequence] + block]
-                following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
-                base = block * BLOCK
-                s[:rows] = _ZERO
-                _product(qs, k_cache[number, head], dim, s, rows, v_cache[number, head])
-                for r in range(rows):
-                    here = position + r // group
-                    low = max(0, here - window + 1 - base) if window > 0 else 0
-                    m[r], l[r], factor = _softmax_step(
-                        s[r], tree, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r]
-                    )
-                    if factor != _ONE:
-                        for j in range(width):
-                            o[r, j] *= factor
-                _product(s, v_cache[number, head], min(BLOCK, last - base + 1), o, rows, k_cache[following, head])
-            for r in range(rows):
-                token, h = first + r // group, head * group + r % group
-                for j in range(dim):
-                    out[token, h, j] = o[r, j] / l[r] + _ZERO  # + 0: a masked key may have turned -0 into +0
-                lse[token, h] = float32(float(m[r]) + math.log(float(l[r])))
+        attend(
+            program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window,
+            out, lse,
+        )  # fmt: skip
+
+
+@inline
+def write_token(k, v, slot, k_cache, v_cache):
+    """Write one token's k and v [kv_heads, head_dim] to a slot of the cache."""
+    block, offset = slot // BLOCK, slot % BLOCK
+    for h in range(k.shape[0]):
+        for j in range(k.shape[1]):
+            k_cache[block, h, j, offset] = k[h, j]
+            v_cache[block, h, offset, j] = v[h, j]
 
 
 @parallel
 def _write_kv(k, v, slot_mapping, k_cache, v_cache):
     for t in prange(slot_mapping.size):
-        block, offset = slot_mapping[t] // BLOCK, slot_mapping[t] % BLOCK
-        for h in range(k.shape[1]):
-            for j in range(k.shape[2]):
-                k_cache[block, h, j, offset] = k[t, h, j]
-                v_cache[block, h, offset, j] = v[t, h, j]
+        write_token(k[t], v[t], slot_mapping[t], k_cache, v_cache)
 
 
 def new_kv_cache(

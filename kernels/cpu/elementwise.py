@@ -63,7 +63,7 @@ def sum_of_squares(row):
 
 
 @inline
-def _norm_row(row, weight, eps, out):
+def norm_row(row, weight, eps, out):
     """Write the normed row to `out`; return 1 / sqrt(mean of squares + eps)."""
     mean = sum_of_squares(row) / float32(row.size)
     scale = _ONE / np.sqrt(mean + float32(eps))
@@ -75,15 +75,21 @@ def _norm_row(row, weight, eps, out):
 @elementwise
 def _rms_norm(x, weight, eps, out, rstd):
     for i in prange(x.shape[0]):
-        rstd[i] = _norm_row(x[i], weight, eps, out[i])
+        rstd[i] = norm_row(x[i], weight, eps, out[i])
+
+
+@inline
+def add_row(x, update, total):
+    """Write the rounded sum of two rows of the storage dtype to `total`."""
+    for j in range(x.size):
+        total[j] = narrow(widen(x[j]) + widen(update[j]), x[j])
 
 
 @elementwise
 def _add_rms_norm(x, update, weight, eps, total, out):
     for i in prange(x.shape[0]):
-        for j in range(x.shape[1]):
-            total[i, j] = narrow(widen(x[i, j]) + widen(update[i, j]), x[i, j])
-        _norm_row(total[i], weight, eps, out[i])
+        add_row(x[i], update[i], total[i])
+        norm_row(total[i], weight, eps, out[i])
 
 
 @inline
@@ -113,7 +119,8 @@ def gelu(x):
 
 
 @inline
-def _gated_row(gate, up, kind, out):
+def gated_row(gate, up, kind, out):
+    """Write activation(gate) * up of a row to `out`; kind: the activation's place in ACTIVATIONS."""
     if kind == 0:
         for j in range(gate.size):
             out[j] = narrow(silu(widen(gate[j])) * widen(up[j]), gate[j])
@@ -128,14 +135,14 @@ def _gated_row(gate, up, kind, out):
 @elementwise
 def _gated(gate, up, kind, out):
     for i in prange(gate.shape[0]):
-        _gated_row(gate[i], up[i], kind, out[i])
+        gated_row(gate[i], up[i], kind, out[i])
 
 
 @elementwise
 def _gated_halves(both, kind, out):
     width = out.shape[1]
     for i in prange(both.shape[0]):
-        _gated_row(both[i, :width], both[i, width:], kind, out[i])
+        gated_row(both[i, :width], both[i, width:], kind, out[i])
 
 
 @elementwise
@@ -157,7 +164,7 @@ def _product(x, y, like):
 
 
 @inline
-def _turn(x, cos, sin, out):
+def turn(x, cos, sin, out):
     """Turn one token's heads as the model's code does: each product and the sum rounded to the storage dtype."""
     half = x.shape[1] // 2
     for h in range(x.shape[0]):
@@ -171,8 +178,8 @@ def _turn(x, cos, sin, out):
 @elementwise
 def _rotary(q, k, cos, sin, q_out, k_out):
     for t in prange(q.shape[0]):
-        _turn(q[t], cos[t], sin[t], q_out[t])
-        _turn(k[t], cos[t], sin[t], k_out[t])
+        turn(q[t], cos[t], sin[t], q_out[t])
+        turn(k[t], cos[t], sin[t], k_out[t])
 
 
 TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

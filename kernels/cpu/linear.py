@@ -50,21 +50,28 @@ def _start_panel(panel_index, bias, out):
 
 
 @inline
-def _packed_product(x, panels, p, bias, out):
+def packed_product(x, panels, p, bias, out):
+    """Compute panel p of bias + x @ weight.T, weight as `pack` lays it out."""
     _start_panel(p, bias, out)
     _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
 
 
+@inline
+def packed_products(x, p, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
+    """Compute panel p of those of three weights, one after the other."""
+    first, second = a.shape[0], a.shape[0] + b.shape[0]
+    if p < first:
+        packed_product(x, a, p, bias_a, out_a)
+    elif p < second:
+        packed_product(x, b, p - first, bias_b, out_b)
+    else:
+        packed_product(x, c, p - second, bias_c, out_c)
+
+
 @parallel
 def _linear_packed(x, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
-    first, second = a.shape[0], a.shape[0] + b.shape[0]
-    for p in prange(second + c.shape[0]):
-        if p < first:
-            _packed_product(x, a, p, bias_a, out_a)
-        elif p < second:
-            _packed_product(x, b, p - first, bias_b, out_b)
-        else:
-            _packed_product(x, c, p - second, bias_c, out_c)
+    for p in prange(a.shape[0] + b.shape[0] + c.shape[0]):
+        packed_products(x, p, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c)
 
 
 @inline
@@ -102,7 +109,7 @@ def _add_low_rank(inner, up, p, scale, like, out):
 
 @inline
 def _adapted_product(x, panels, p, bias, out, inner, up, scale, like):
-    _packed_product(x, panels, p, bias, out)
+    packed_product(x, panels, p, bias, out)
     if up.shape[0]:
         _add_low_rank(inner, up, p, scale, like, out)
 

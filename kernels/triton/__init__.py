@@ -45,6 +45,8 @@ from .sampling import sample
 
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
+LAYER_ROWS = 0
+decoder_layer = None  # a graph holds all layers
 LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part adds to all of lm_head's gradient
 
 
@@ -183,6 +185,7 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
+    "LAYER_ROWS",
     "LOGIT_ROWS",
     "add_rms_norm",
     "attention",
@@ -190,6 +193,7 @@ __all__ = [
     "check_device",
     "combine",
     "combine_backward",
+    "decoder_layer",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

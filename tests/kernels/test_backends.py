@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from samebits.kernels import cpu, ops, triton
-from samebits.kernels.backend import Backend
+from samebits.kernels.backend import Backend, DecoderLayer
 
 FUNCTIONS = {name: f for name, f in vars(Backend).items() if inspect.isfunction(f) and not name.startswith("_")}
 CONSTANTS = set(Backend.__annotations__)
+OPTIONAL = {"decoder_layer": DecoderLayer.__call__}  # None where a backend does without
 
 
 def parameters(function) -> list[tuple]:
@@ -20,13 +21,19 @@ def parameters(function) -> list[tuple]:
 
 @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
 def test_a_backend_has_the_names_of_the_protocol_and_no_others(backend):
-    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS)
+    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS) | set(OPTIONAL)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
 def test_a_backend_s_functions_have_the_signatures_of_the_protocol(backend, name):
     assert parameters(getattr(backend, name)) == parameters(FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_what_a_backend_may_do_without_has_the_signature_of_the_protocol(name):
+    assert parameters(getattr(cpu, name)) == parameters(OPTIONAL[name])
+    assert getattr(triton, name) is None and triton.LAYER_ROWS == 0
 
 
 def test_both_backends_know_the_same_activations():

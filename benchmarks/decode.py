@@ -1,0 +1,128 @@
+"""What bounds a decode step on a CPU: its time beside that of reading weights and KV once, in one run.
+
+OMP_NUM_THREADS=2 python benchmarks/decode.py --dtype float32 bfloat16
+Steps of one row and of a few, with each layer in one launch and in several, in alternation; then attention alone over
+long contexts. The machine's bandwidth is measured before and after, as the median of passes over 512 MiB.
+"""
+
+import argparse
+import statistics
+import time
+
+import numba
+import numpy as np
+import torch
+
+from samebits import LLM, SamplingParams
+from samebits.kernels import cpu, ops
+from samebits.model.paged import group_size, head_dim, new_kv_caches
+
+LAYER_ROWS = getattr(cpu, "LAYER_ROWS", 0)
+
+
+@numba.njit(parallel=True, nogil=True, fastmath=True)
+def _sums(x):
+    out = np.empty(64, np.float32)
+    size = x.size // 64
+    for part in numba.prange(64):
+        total = np.float32(0)
+        for i in range(part * size, (part + 1) * size):
+            total += x[i]
+        out[part] = total
+    return out
+
+
+def seconds_of(run, repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def bandwidth() -> float:
+    """Return the bytes a second that a pass over memory reads."""
+    memory = np.ones(2**27, np.float32)
+    _sums(memory)
+    return memory.nbytes / statistics.median(seconds_of(lambda: _sums(memory), 9))
+
+
+def step_seconds(llm: LLM, rows: int, steps: int, seed: int) -> float:
+    """Return the median time of a decode step of `rows` sequences."""
+    for row in range(rows):
+        llm.add_request([5, 6, 7, 8 + row], SamplingParams(max_tokens=steps + 4, ignore_eos=True, seed=seed))
+    for _ in range(4):
+        llm.step()
+    times = seconds_of(llm.step, steps)
+    while llm.has_unfinished_requests():
+        llm.step()
+    return statistics.median(times)
+
+
+def attention_seconds(model, sequences: int, context: int) -> tuple[float, int]:
+    """Return the time of a step's attention over all layers of random KV, and the bytes of KV that it reads."""
+    config, blocks = model.config, sequences * -(-context // cpu.BLOCK)
+    caches = new_kv_caches(model, blocks)
+    for cache in (each for pair in caches for each in pair):
+        cache.normal_()
+    heads, size = config.num_attention_heads, head_dim(config)
+    layout = ops.PagedLayout(
+        [1] * sequences,
+        np.full(sequences, context - 1, np.int32),
+        np.zeros(sequences, np.int32),
+        np.random.default_rng(0).permutation(blocks).astype(np.int32),
+        np.arange(sequences, dtype=np.int32) * (blocks // sequences),
+        cpu.work_items([1] * sequences, group_size(config)),
+    )
+    q = torch.randn(sequences, heads, size, dtype=model.dtype)
+
+    def run() -> None:
+        for pair in caches:
+            cpu.attention(q, *pair, layout, size**-0.5, 0)
+
+    run()
+    return statistics.median(seconds_of(run, 5)), sum(each.nbytes for pair in caches for each in pair)
+
+
+def report(model: str, dtype: str, args: argparse.Namespace) -> None:
+    llm = LLM(model, dtype=dtype, kv_cache_memory_bytes=2**28, skip_tokenizer_init=True)
+    before = bandwidth()
+    for rows in args.rows:
+        times: dict[int, list[float]] = {0: [], LAYER_ROWS: []}
+        for seed in range(args.rounds):
+            for limit, found in times.items():
+                cpu.LAYER_ROWS = limit
+                found.append(step_seconds(llm, rows, args.steps, seed))
+        several, one = (statistics.median(times[limit]) for limit in (0, LAYER_ROWS))
+        ratio = statistics.median(a / b for a, b in zip(times[0], times[LAYER_ROWS], strict=True))
+        rate = llm.weight_bytes / one
+        print(
+            f"{dtype}, {rows} rows: {1e3 * one:.1f} ms a step, {1e3 * several:.1f} in several launches (rounds' ratios "
+            f"{ratio:.2f}); weights at {rate / 1e9:.1f} of {before / 1e9:.1f} GB/s, {rate / before:.0%}"
+        )
+    seconds, size = attention_seconds(llm.engine.executor.workers[0].model, args.sequences, args.context)
+    after = bandwidth()
+    share = seconds / (seconds + step_seconds(llm, args.sequences, args.steps, 0))
+    print(
+        f"{dtype}, {args.sequences} sequences of {args.context} tokens: attention {1e3 * seconds:.1f} ms, {share:.0%} "
+        f"of a step; KV at {size / seconds / 1e9:.1f} of {after / 1e9:.1f} GB/s, {size / seconds / after:.0%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--steps", type=int, default=16, help="of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--context", type=int, default=4096)
+    args = parser.parse_args()
+    for dtype in args.dtype:
+        report(args.model, dtype, args)
+
+
+if __name__ == "__main__":
+    main()

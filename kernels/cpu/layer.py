@@ -1,0 +1,143 @@
+"""A decoder layer of few rows in one launch: the other files' rows and panels, with no Python between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from ..backend import LayerParts
+from ..layout import PagedLayout
+from .attention import attend, write_token
+from .elementwise import ACTIVATIONS, add_row, gated_row, norm_row, turn
+from .jit import inline, own_storage, parallel, storage
+from .linear import packed_product, packed_products
+from .simd import narrow, widen
+
+ROWS = 16  # at most: what is row-wise runs on one thread
+_NO_BIAS = np.empty(0, np.float32)
+
+
+@inline
+def _widen_rows(x, out):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = widen(x[i, j])
+
+
+@inline
+def _narrow_rows(x, out):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = narrow(x[i, j], out[i, j])
+
+
+@inline
+def _rotate_and_write(q, k, v, cos, sin, slot_mapping, k_cache, v_cache, turned):
+    """Write keys, turned, and values to the cache, and turned queries to fp32 `turned`; q, k, v: the products, fp32."""
+    dim = cos.shape[1]
+    heads, kv_heads = turned.shape[1], k_cache.shape[1]
+    queries = np.empty((2, heads, dim), cos.dtype)
+    keys = np.empty((2, kv_heads, dim), cos.dtype)
+    values = np.empty((kv_heads, dim), cos.dtype)
+    for t in range(q.shape[0]):
+        _narrow_rows(q[t].reshape(heads, dim), queries[0])
+        _narrow_rows(k[t].reshape(kv_heads, dim), keys[0])
+        _narrow_rows(v[t].reshape(kv_heads, dim), values)
+        turn(queries[0], cos[t], sin[t], queries[1])
+        turn(keys[0], cos[t], sin[t], keys[1])
+        write_token(keys[1], values, slot_mapping[t], k_cache, v_cache)
+        _widen_rows(queries[1], turned[t])
+
+
+@inline
+def _round_rows(x, like):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = widen(narrow(x[i, j], like))
+
+
+@inline
+def _add_rows(x, update, weight, eps, total, normed):
+    """Round `update` fp32 and add it to x; norm the sums, where there is a norm."""
+    rounded = np.empty(x.shape, x.dtype)
+    _narrow_rows(update, rounded)
+    for i in range(x.shape[0]):
+        add_row(x[i], rounded[i], total[i])
+        if weight.size:
+            norm_row(total[i], weight, eps, normed[i])
+
+
+@inline
+def _gate_rows(gate, up, kind, like, out):
+    """Write activation(gate) * up to fp32 `out`, all three rounded to the dtype of the array `like`."""
+    stored = np.empty((3, gate.shape[1]), like.dtype)
+    for i in range(gate.shape[0]):
+        _narrow_rows(gate[i : i + 1], stored[:1])
+        _narrow_rows(up[i : i + 1], stored[1:2])
+        gated_row(stored[0], stored[1], kind, stored[2])
+        _widen_rows(stored[2:], out[i : i + 1])
+
+
+@parallel
+def _decoder_layer(
+    x, normed, q, k, v, o, gate, up, down, bias_q, bias_k, bias_v, bias_o, bias_gate, bias_up, bias_down,
+    middle, middle_eps, following, following_eps, kind, cos, sin, k_cache, v_cache,
+    slot_mapping, items, positions, block_tables, block_table_starts, scale, window, programs, total, out,
+):  # fmt: skip
+    rows, hidden = x.shape
+    dim, width, keys = cos.shape[1], down.shape[1], k_cache.shape[1] * cos.shape[1]
+    heads = o.shape[1] // dim
+    wide = np.empty((rows, hidden), np.float32)
+    q_out = np.empty((rows, heads * dim), np.float32)
+    k_out, v_out = np.empty((rows, keys), np.float32), np.empty((rows, keys), np.float32)
+    turned, attended = np.empty((rows, heads, dim), np.float32), np.empty((rows, heads, dim), np.float32)
+    lse = np.empty((rows, heads), np.float32)
+    flat = attended.reshape(rows, heads * dim)
+    update = np.empty((rows, hidden), np.float32)
+    gate_out, up_out = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+
+    _widen_rows(normed, wide)
+    for p in prange(q.shape[0] + k.shape[0] + v.shape[0]):
+        packed_products(wide, p, q, k, v, bias_q, bias_k, bias_v, q_out, k_out, v_out)
+    _rotate_and_write(q_out, k_out, v_out, cos, sin, slot_mapping, k_cache, v_cache, turned)
+    for program in prange(programs):
+        attend(
+            program, programs, turned, k_cache, v_cache, items, positions, block_tables, block_table_starts,
+            scale, window, attended, lse,
+        )  # fmt: skip
+    _round_rows(flat, x[0, 0])
+    for p in prange(o.shape[0]):
+        packed_product(flat, o, p, bias_o, update)
+    _add_rows(x, update, middle, middle_eps, total, out)
+    _widen_rows(out, wide)
+    for p in prange(gate.shape[0] + up.shape[0]):
+        packed_products(wide, p, gate, up, up[:0], bias_gate, bias_up, bias_up, gate_out, up_out, up_out)
+    _gate_rows(gate_out, up_out, kind, x, gate_out)
+    for p in prange(down.shape[0]):
+        packed_product(gate_out, down, p, bias_down, update)
+    _add_rows(total, update, following, following_eps, total, out)
+
+
+def decoder_layer(
+    x: torch.Tensor,
+    normed: torch.Tensor,
+    parts: LayerParts,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    layout: PagedLayout,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the layer's output and its following norm, [rows, hidden] in x's dtype; see `DecoderLayer`."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    panels = [memory for memory, _, _ in parts.linears]
+    biases = [_NO_BIAS if bias is None else own_storage(bias.float()) for _, _, bias in parts.linears]
+    (middle, middle_eps), following = parts.middle_norm, parts.following_norm
+    last = storage(middle[:0]) if following is None else storage(following[0])
+    norms = storage(middle), middle_eps, last, 0.0 if following is None else following[1]
+    where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
+    _decoder_layer(
+        own_storage(x.contiguous()), own_storage(normed.contiguous()), *panels, *biases, *norms,
+        ACTIVATIONS.index(parts.activation), *[own_storage(t.contiguous()) for t in (*tables, *cache)], *where,
+        parts.scale, parts.window, torch.get_num_threads(), own_storage(total), own_storage(out),
+    )  # fmt: skip
+    return total, None if following is None else out
