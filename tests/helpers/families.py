@@ -95,7 +95,7 @@ MIXTURES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe
 def random_sizes(rng: random.Random, family: str) -> dict[str, Any]:
     """Draw sizes of one of MIXTURES: primes, one expert or all of them for each token, dense layers, groups."""
     grouped = family == "glm4_moe"
-    experts = rng.choice([2, 6, 14, 64] if grouped else [2, 3, 7, 13, 31, 64])
+    experts = rng.choice([6, 14, 64] if grouped else [2, 3, 7, 13, 31, 64])
     allowed = min(8, experts // 2 if grouped else experts)
     sizes = {
         "num_experts": experts,
