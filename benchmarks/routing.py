@@ -29,10 +29,10 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_model(folder: pathlib.Path) -> None:
-    """Write a random Qwen3-MoE whose routers and texts are far from flat."""
+def make_model(folder: pathlib.Path, **sizes: object) -> None:
+    """Write a random Qwen3-MoE whose routers and texts are far from flat. sizes: in place of those of SIZES."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES | sizes), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
             parameter.data *= 5

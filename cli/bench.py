@@ -23,6 +23,7 @@ def workload(name: str, count: int, n: int, prompt: tuple[int, int], output: tup
 WORKLOADS: dict[str, Callable[[], dict]] = {
     "mixed": functools.partial(workload, "mixed", 32, 1, (32, 128), (32, 128)),
     "grouped": functools.partial(workload, "grouped", 8, 16, (256, 256), (64, 64)),  # the shape of a GRPO step
+    "short": functools.partial(workload, "short", 32, 1, (16, 16), (48, 48)),
 }
 
 

@@ -235,7 +235,7 @@ def contract(engine: Settings, as_json: AsJson = False) -> None:
 def bench(
     engine: Settings,
     model: Model = "smollm2",
-    workload: Annotated[Literal["mixed", "grouped"], typer.Option(help="Kind of prompts.")] = "mixed",
+    workload: Annotated[Literal["mixed", "grouped", "short"], typer.Option(help="Kind of prompts.")] = "mixed",
     repeats: Annotated[int, typer.Option(help="Timed runs per engine; the median counts.")] = 3,
     as_json: AsJson = False,
 ) -> None:

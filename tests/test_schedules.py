@@ -9,7 +9,7 @@ from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model, lora
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, MIXTURES, make_family, random_sizes
 from helpers.models import CONFIGS
 from helpers.oracle import oracle
 from helpers.schedules import check_against_trainer, check_results, random_requests, run_schedule, two_versions
@@ -59,6 +59,28 @@ def test_no_schedule_changes_a_bit_of_another_family(checkpoint, family, dtype):
     requests = random_requests(rng, 1001, 8, 45)
     results, _ = run_schedule(path, dtype, rng, requests, [model], **layout)
     check_against_trainer(model, requests, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", range(12))
+def test_no_schedule_changes_a_bit_of_a_mixture_of_random_sizes(tmp_path, case, threads):
+    """Each family in two dtypes, in one, two or three stages, which the case chooses."""
+    rng = random.Random(f"mixture-{case}")
+    family = MIXTURES[case % len(MIXTURES)]
+    path = make_family(tmp_path / "model", family, case, **random_sizes(rng, family))
+    dtype = ["float32", "bfloat16", "float16"][(case + case // len(MIXTURES)) % 3]
+    split = [(3,), (2, 1), (1, 1, 1)][case // 2 % 3]
+    layout = {"pipeline_parallel_size": len(split), "stage_layers": split, "backend": "inproc", "batches_in_flight": 3}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = exact_model(path, dtype)
+        requests = random_requests(rng, 1001, 8, 45)
+        results, _ = run_schedule(path, dtype, rng, requests, [model], **(layout if len(split) > 1 else {}))
+        check_against_trainer(model, requests, results)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -189,7 +189,7 @@ def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
 
 def _rows(x: torch.Tensor, plan: ExpertPlan, gather: bool) -> np.ndarray:
     wide = x.float()
-    return (wide[plan.tokens] if gather else wide.contiguous()).numpy()
+    return (wide.index_select(0, plan.tokens) if gather else wide.contiguous()).numpy()
 
 
 def grouped_packed(

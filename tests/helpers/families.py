@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -86,6 +87,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
     ),
     "nemotron_h": ({}, r"NemotronHExperts\) have no gate"),
 }  # fmt: skip
+
+
+MIXTURES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe"
+
+
+def random_sizes(rng: random.Random, family: str) -> dict[str, Any]:
+    """Draw sizes of one of MIXTURES: primes, one expert or all of them for each token, dense layers, groups."""
+    grouped = family == "glm4_moe"
+    experts = rng.choice([6, 14, 64] if grouped else [2, 3, 7, 13, 31, 64])
+    allowed = min(8, experts // 2 if grouped else experts)
+    sizes = {
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([1, rng.randint(1, allowed), allowed]),
+        "moe_intermediate_size": rng.choice([4, 17, 20, 50]),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    sizes |= {"num_local_experts": experts, "n_routed_experts": experts}
+    if family in ("mixtral", "olmoe", "granitemoe"):
+        sizes["intermediate_size"] = sizes["moe_intermediate_size"]
+    if family in ("qwen3_moe", "glm4_moe"):
+        sizes |= {"hidden_size": rng.choice([36, 44, 51, 72]), "norm_topk_prob": rng.random() < 0.5}
+    if family == "qwen3_moe":
+        sizes |= {"mlp_only_layers": rng.choice([[], [0], [0, 2]]), "decoder_sparse_step": 1}
+    elif family == "qwen2_moe":
+        sizes |= {"decoder_sparse_step": rng.choice([1, 2]), "norm_topk_prob": rng.random() < 0.5}
+    elif grouped:
+        sizes |= {"n_group": rng.choice([1, 2]), "first_k_dense_replace": rng.choice([0, 1, 2])}
+    return sizes
 
 
 def family_config(family: str, **overrides) -> PretrainedConfig:
