@@ -98,6 +98,7 @@ def catch_all(capability: int) -> None:
     for module in MODULES:
         module.launch = catch
     linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
+    linear.has_copy_engine = lambda device: capability >= 90
     backward.multiprocessors = attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
     backward.library_serves = lambda *_: False
@@ -112,7 +113,8 @@ def catch_all(capability: int) -> None:
         for tile in tiles:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
-            linear.products(x, [w], [None], torch.float32, tile)
+            linear.linear_tile = lambda *_, tile=tile: tile
+            linear.products(x, [w], [None], torch.float32)
             for out in (dtype, torch.float32) if tile.tma else ():  # in one chunk
                 linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], out, tile)
         shapes = [(16, 8, 128, 0), (9, 3, 64, 512)]

@@ -180,6 +180,31 @@ def test_persistent_programs_compute_the_same(dtype, depth, monkeypatch):
     assert launched[-1] is linear._linear
 
 
+def test_large_tiles_of_wide_results_are_persistent(monkeypatch):
+    """ptxas waits for each product of others; the copy engine may be missing, or the result be narrow."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(kernel), launch(kernel, *a, **o)))
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(128, 128, 3, 8, False))
+    x, w = wide_exponents(65, 128).bfloat16(), wide_exponents(300, 128).bfloat16()
+    found = [products(x, [w], [None], dtype)[0] for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(linear, "has_copy_engine", lambda device: False)
+    found.append(products(x, [w], [None], torch.float32)[0])
+    assert launched == [linear._linear_persistent, linear._linear, linear._linear]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[0].bfloat16(), found[1])
+
+
+def test_products_in_one_chunk_are_launched_apart(monkeypatch):
+    """Each program of a launch that has chunks to add up holds a second sum."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(o), launch(kernel, *a, **o)))
+    x, weights = wide_exponents(9, 128), [wide_exponents(n, 128) for n in (200, 40, 70)]
+    expected = products(x, weights, [None] * 3, torch.float32, Tile(16, 16, 2, 4, True))
+    outs = products(x, weights, [None] * 3, torch.float32, Tile(32, 32, 2, 4, False))
+    assert all(map(torch.equal, outs, expected))
+    assert [o["CHUNKED"] for o in launched] == [False, False, True]
+    assert [o["SPLIT"] for o in launched] == [True, False, False]
+
+
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_attention_backward(dtype, window):
