@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from ..layout import PagedLayout
-from .attention import BLOCK, attention, new_kv_cache, tile_tokens, work_items, write_kv
+from .attention import BLOCK, attention, new_kv_cache, share_reads, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -134,6 +134,7 @@ __all__ = [
     "rotary_tables",
     "row_sums",
     "sample",
+    "share_reads",
     "softmax",
     "storage",
     "tile_tokens",

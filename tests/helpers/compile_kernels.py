@@ -125,9 +125,9 @@ def catch_all(capability: int) -> None:
             q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
             ints = torch.zeros(600, dtype=torch.int32)
-            items = torch.zeros(12, 3, dtype=torch.int32)
+            items = torch.zeros(12, 5, dtype=torch.int32)
             for splits in (1, 4):
-                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 1, 2000, splits)
+                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, [1] * 6, 2000, splits=splits)
             attention.write_kv(k, k, ints, *cache)
             lse = torch.empty(600, heads)
             backward.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)

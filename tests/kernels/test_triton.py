@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from samebits.engine import cuda_graphs
 from samebits.kernels import cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
+from samebits.kernels.triton import work
 from samebits.kernels.triton.launch import INTERPRETED
 from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
@@ -32,6 +34,7 @@ from samebits.model.linear import UnsupportedModelError
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
+from helpers.interpreter import interpreter as triton_interpreter
 from helpers.schedules import check_results, random_requests, run_schedule
 
 # numpy's, about NaN in lanes that a mask drops
@@ -152,13 +155,136 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     tables = torch.from_numpy(layout.block_tables)
     for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
-        one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
+        one, position = torch.tensor([[0, 1, 0, 0, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
         start = torch.from_numpy(layout.block_table_starts[sequence[token]][None])
         alone = paged.attention(
-            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
+            q[token : token + 1], *cache, one, position, tables, start, scale, window, [1], 300, splits=splits
         )
         assert torch.equal(alone[0][0], out[token]), (token, splits)
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
+
+
+class Decoding(NamedTuple):
+    """A step that decodes: each sequence has `lengths` keys, of which the first blocks may be another's, too."""
+
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    positions: torch.Tensor
+    tables: np.ndarray
+    starts: np.ndarray
+    counts: list[int]
+
+    def attend(self, items: np.ndarray, shared: int, window: int, splits: int | None):
+        where = (torch.from_numpy(a) for a in (items, self.positions, self.tables, self.starts))
+        longest = int(self.positions.max()) + 1
+        return paged.attention(self.q, *self.cache, *where, 0.2, window, self.counts, longest, shared, splits)
+
+
+def decoding(dtype, group: int, families: list[tuple[int, list[int]]], counts=None) -> Decoding:
+    """families: (blocks that are shared, lengths of those that share them); counts: query tokens of each sequence."""
+    torch.manual_seed(0)
+    tables, starts, lengths, new = [], [], [], itertools.count()
+    for common, members in families:
+        first = [next(new) for _ in range(common)]
+        for length in members:
+            starts.append(len(tables))
+            tables += first + [next(new) for _ in range(-(-length // paged.BLOCK) - common)]
+            lengths.append(length)
+    counts = counts or [1] * len(lengths)
+    total, blocks = sum(counts), next(new)
+    order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    cache = [torch.randn(blocks, 2, paged.BLOCK, 24).to(dtype) for _ in range(2)]
+    for start, length in zip(starts, lengths, strict=True):  # what no key fills is NaN
+        last = order[tables[start + (length - 1) // paged.BLOCK]]
+        for part in cache:
+            part[last, :, (length - 1) % paged.BLOCK + 1 :] = math.nan
+    positions = np.concatenate([np.arange(n - c, n, dtype=np.int32) for n, c in zip(lengths, counts, strict=True)])
+    q = torch.randn(total, 2 * group, 24).to(dtype)
+    return Decoding(q, tuple(cache), positions, order[tables], np.array(starts, np.int32), counts)
+
+
+FAMILIES = [(3, [200, 210, 330]), (0, [70]), (2, [129, 150, 129])]
+
+
+@pytest.mark.parametrize(("dtype", "window", "group", "counts"), [
+    (torch.float32, 0, 2, None),
+    (torch.bfloat16, 200, 2, [1, 3, 1, 1, 2, 1, 1]),
+    pytest.param(torch.float16, 0, 4, None, marks=pytest.mark.slow),
+    pytest.param(torch.float16, 140, 4, None, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_reading_a_shared_prompt_once_changes_no_bit(dtype, window, group, counts):
+    """Under every grouping of neighbours: each sequence alone, pairs, all that fit; sequences of drafts, too."""
+    step = decoding(dtype, group, FAMILIES, counts)
+    own = kernels.work_items(step.counts, group)
+    expected = step.attend(own, 0, window, 1)
+    for most, splits in itertools.product((1, 2, 3), (1, 2)):
+        items, shared = own.copy(), []
+        for first in (0, 4) if most > 1 else ():
+            count = int(own[first : first + most, 1].sum())
+            shared.append((own[first, 0], count, own[first, 2], -1, own[first, 4]))
+            items[first : first + most, 3] = 1
+        both = np.concatenate((np.array(shared, np.int32).reshape(-1, 5), items))
+        assert all(map(torch.equal, step.attend(both, len(shared), window, splits), expected)), (most, splits)
+    planned = kernels.share_reads(own, step.counts, group, step.tables, step.starts)
+    gained = len(planned) - len(own)
+    assert gained and all(map(torch.equal, step.attend(planned, gained, window, 1), expected))
+
+
+def test_negative_control_a_block_that_is_not_shared_changes_bits():
+    step = decoding(torch.float32, 2, [(2, [200, 210])])
+    own = kernels.work_items(step.counts, 2)
+    wrong = np.concatenate((np.array([(0, 2, 0, -1, 0)], np.int32), own))
+    wrong[1:, 3] = 1
+    expected = step.attend(own, 0, 0, 1)
+    assert all(map(torch.equal, step.attend(wrong, 1, 0, 1), expected))
+    step.tables[step.starts[1]] = step.tables[-1]
+    assert not torch.equal(step.attend(own, 0, 0, 1)[0], step.attend(wrong, 1, 0, 1)[0])
+    assert len(kernels.share_reads(own, step.counts, 2, step.tables, step.starts)) == len(own), "planned though unequal"
+
+
+@pytest.mark.parametrize(("group", "times"), [(2, 8), (4, 4), (8, 2)])
+def test_a_groups_samples_read_their_prompt_once(group, times, monkeypatch):
+    """Blocks that programs visit, counted: 16 samples of a prompt of 2 segments, with tails of 2 blocks."""
+    visits, dot = [], triton_interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(triton_interpreter.InterpreterBuilder, "create_dot", lambda *a: (visits.append(1), dot(*a))[1])
+    per_block, prompt = 3, 2 * paged.SEGMENT // paged.BLOCK
+    step = decoding(torch.float16, group, [(prompt, [2 * paged.SEGMENT + 100] * 16)])
+    own = kernels.work_items(step.counts, group)
+    expected = step.attend(own, 0, 0, 1)
+    apart = len(visits) // per_block // 2  # KV heads
+    visits.clear()
+    planned = kernels.share_reads(own, step.counts, group, step.tables, step.starts)
+    assert all(map(torch.equal, step.attend(planned, len(planned) - len(own), 0, 2), expected))
+    together = len(visits) // per_block // 2
+    assert apart == 16 * (prompt + 2)
+    assert together == 16 * prompt // times + 16 * 2
+
+
+def test_few_shared_segments_are_read_apart():
+    """A merge costs more than a segment of two samples among long contexts of their own saves."""
+    segment = paged.SEGMENT // paged.BLOCK
+    for common, gains in ((1, False), (8, True)):
+        step = decoding(torch.float16, 2, [(common * segment, [10 * paged.SEGMENT, 10 * paged.SEGMENT])])
+        own = kernels.work_items(step.counts, 2)
+        planned = kernels.share_reads(own, step.counts, 2, step.tables, step.starts)
+        assert (len(planned) > len(own)) == gains
+
+
+def test_groups_share_reads_in_any_schedule(checkpoint, monkeypatch):
+    """Samples of long prompts, prefixes of others; small pools preempt; steps go through graphs and without."""
+    monkeypatch.setattr(paged, "SEGMENT", 64)
+    planned = []
+    share = work.share_reads
+    monkeypatch.setattr(work, "share_reads", lambda items, *a: (planned.append(share(items, *a)), planned[-1])[1])
+    path = checkpoint("mistral", vocab_size=257, num_hidden_layers=1)
+    model, rng = exact_model(path), random.Random(2)
+    prompt = [rng.randrange(257) for _ in range(150)]
+    params = [SamplingParams(n=n, max_tokens=4, seed=n, ignore_eos=True) for n in (3, 2)]
+    requests = [(prompt, params[0]), (prompt[:130] + prompt[:20], params[1])]
+    for settings in ({}, {"enforce_eager": True}):
+        results, _ = run_schedule(path, "float32", rng, requests, [model], **settings)
+        check_results([model], requests, results)
+    assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -413,7 +539,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
     results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
     check_results([model], requests, results)
-    kinds = {tokens > 1 for _, tokens in llm.engine.executor.workers[0].runner.graphs._buckets}
+    kinds = {tokens > 1 for _, tokens, _ in llm.engine.executor.workers[0].runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
 
 
