@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, multiprocessors
+from .launch import has_copy_engine, launch, multiprocessors
 from .linear import scratch
 from .work import LARGE_ROWS, SMALL_ROWS
 
@@ -283,8 +283,10 @@ def _small(q: torch.Tensor, width: int) -> dict[str, Any]:
 
 
 def _large(q: torch.Tensor, width: int, group: int) -> dict[str, Any]:
-    """Return the schedule of large tiles: in 16 bits each of two warp groups has rows of its own."""
+    """Return the schedule of large tiles: with wgmma each of two warp groups has its own rows; others would spill."""
+    rows = triton.next_power_of_2(group)
     if q.element_size() == 4:
-        block_m = max(64, triton.next_power_of_2(group))
-        return dict(BLOCK_M=block_m, STAGES=1, num_warps=16 if width > 64 else 8)
-    return dict(BLOCK_M=max(LARGE_ROWS, triton.next_power_of_2(group)), STAGES=5, num_warps=8)
+        return dict(BLOCK_M=max(64, rows), STAGES=1, num_warps=16 if width > 64 else 8)
+    if has_copy_engine(q.device):
+        return dict(BLOCK_M=max(LARGE_ROWS, rows), STAGES=5, num_warps=8)
+    return dict(BLOCK_M=max(64, rows), STAGES=2, num_warps=8 if width > 64 or rows > 64 else 4)

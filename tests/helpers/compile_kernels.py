@@ -30,6 +30,13 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a
 caught: dict[tuple, dict] = {}
 
 
+def programs(registers: int, warps: int, shared: int, capability: int) -> int:
+    """Return how many programs a multiprocessor holds: 64 K registers, given out in 256s per warp, 1 KB kept apart."""
+    per_warp = -(-32 * registers // 256) * 256
+    room = SHARED_MEMORY[capability] + 1024
+    return min(65536 // (per_warp * warps), room // (shared + 1024), 64 // warps, 32)
+
+
 def catch(kernel, grid, *args, **options):
     """In the place of `launch`: remembers the compilation that this call needs."""
     constants, signature, attributes = {}, {}, {}
@@ -77,7 +84,7 @@ def compile_one(job: dict, capability: int) -> dict:
         file.flush()
         tool = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         dump = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    stack, registers = re.search(r"STACK:(\d+)", dump), re.search(r"REG:(\d+)", dump)
+    stack, registers = (int(re.search(rf"{name}:(\d+)", dump)[1]) for name in ("STACK", "REG"))
     return {
         "kernel": job["kernel"].fn.__name__,
         "constants": {k: v for k, v in names.items() if isinstance(v, bool | int)},
@@ -88,8 +95,9 @@ def compile_one(job: dict, capability: int) -> dict:
         "contracted": re.search(r"\bfma\S*\.f32", ptx) is not None,  # a sum of two bf16 may be one, times 1
         "sum": "; ".join(reductions(compiled.asm["ttgir"])),
         "shared": compiled.metadata.shared,
-        "stack": int(stack[1]) if stack else None,
-        "registers": int(registers[1]) if registers else None,
+        "stack": stack,
+        "registers": registers,
+        "programs": programs(registers, compiled.metadata.num_warps, compiled.metadata.shared, capability),
     }
 
 
@@ -98,7 +106,7 @@ def catch_all(capability: int) -> None:
     for module in MODULES:
         module.launch = catch
     linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
-    linear.has_copy_engine = lambda device: capability >= 90
+    linear.has_copy_engine = attention.has_copy_engine = lambda device: capability >= 90
     backward.multiprocessors = attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
     backward.library_serves = lambda *_: False
@@ -115,7 +123,7 @@ def catch_all(capability: int) -> None:
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
             linear.linear_tile = lambda *_, tile=tile: tile
             linear.products(x, [w], [None], torch.float32)
-            for out in (dtype, torch.float32) if tile.tma else ():  # in one chunk
+            for out in (dtype, torch.float32) if tile.tma else (dtype,):  # in one chunk
                 linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], out, tile)
         shapes = [(16, 8, 128, 0), (9, 3, 64, 512)]
         if capability == 80:  # the odd ones, for one GPU: a depth that no block divides, heads of strange widths
