@@ -21,7 +21,7 @@ from .schedules import Tile, linear_tile
 
 BLOCK_K = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 MIN_CHUNK = 1024
-FULL_WIDTH = 4096  # with as many output features, tiles alone fill a GPU
+FULL_WIDTH = 2048  # with as many output features, tiles alone fill a GPU
 
 
 def chunks(depth: int, features: int) -> int:
