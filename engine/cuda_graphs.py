@@ -39,7 +39,7 @@ class _Bucket:
     """A graph of `size` tokens and its inputs.
 
     given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slot
-    mapping, block table starts (`size` each), items, of which the first `shared` read for several, block tables.
+    mapping, block table starts (`size` each), items (`items` numbers; the first `shared` read for several), tables.
     """
 
     size: int
