@@ -162,12 +162,12 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
         out, lse = ops.paged_attention(q, k, v, cache, layout, dim**-0.5, window)
         report["hashes"][f"{name} window {window}"] = digest([out, lse])
         at, sequence = layout.on(device), np.repeat(np.arange(len(lengths)), lengths)
-        one = torch.tensor([[0, 1, 0]], dtype=torch.int32, device=device)
+        one = torch.tensor([[0, 1, 0, 0, 0]], dtype=torch.int32, device=device)
         for token, splits in itertools.product([*range(0, total, total // steps), total - 1], (1, 2, 3, 7)):
             note(f"{name} window {window}: token {token} of {lengths} in {splits} splits")
             found = paged.attention(
                 q[token : token + 1], *cache, one, at.positions[token : token + 1], at.block_tables,
-                at.block_table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
+                at.block_table_starts[sequence[token]][None], dim**-0.5, window, [1], max(lengths), splits=splits,
             )  # fmt: skip
             report["compared"] += 1
             if not (torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token])):

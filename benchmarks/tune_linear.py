@@ -35,13 +35,16 @@ def candidates(dtype: torch.dtype, rows: int):
     heights = [m for m in ((16, 32, 64, 128) if half else (16, 32, 64)) if m < 2 * rows or m == 16]
     widths = (16, 32, 64, 128) if half else (16, 32, 64)
     block_k, room = BLOCK_K[dtype], torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    for m, n, stages, warps in itertools.product(heights[-2:], widths, (2, 4, 6) if half else (2, 3), (4, 8)):
-        if (m + n) * block_k * dtype.itemsize * stages <= room and (warps == 4 or m * n >= 64 * 64):
+    for m, n, stages, warps in itertools.product(heights[-2:], widths, (3, 5, 8, 12, 20) if half else (2, 3), (4, 8)):
+        deep = stages > 5 and m * n > 64 * 64  # large tiles hide the latency of memory with fewer stages
+        tall = m * n >= 128 * 128 and warps == 4  # spills
+        fits = (m + n) * block_k * dtype.itemsize * stages <= room
+        if fits and not deep and not tall and (warps == 4 or m * n >= 64 * 64):
             for split in (True, False) if rows <= 512 else (False,):
                 yield Tile(m, n, stages, warps, split)
     if half and rows >= 128 and torch.cuda.get_device_capability() >= (9, 0):
-        for (m, n), stages in itertools.product(((64, 128), (64, 256), (128, 128), (128, 256)), (3, 4)):
-            for warps in (4, 8) if m * n < 128 * 256 else (8,):
+        for (m, n), stages in itertools.product(((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)), (3, 4)):
+            for warps in (4, 8) if m * n < 128 * 128 else (8,):
                 yield Tile(m, n, stages, warps, False, tma=True)
 
 

@@ -33,8 +33,8 @@ class EngineConfig:
     max_num_seqs: int = 128
     """Most sequences that a step may run."""
     max_num_batched_tokens: int = None  # type: ignore[assignment]  # chosen below
-    """Most tokens that a step may compute, the chunk size. Unset, 2048, or 256 in a pipeline, whose later stages wait
-    for the first chunk."""
+    """Most tokens that a step may compute, the chunk size. Unset, 2048, on a GPU 8192, which smaller steps don't fill;
+    in a pipeline, whose later stages wait for the first chunk, 256."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in each stage and replica. Unset, a quarter of the free memory, divided among the workers of
     a machine, or less if less can be used."""
@@ -93,8 +93,12 @@ class EngineConfig:
     def overlaps(self) -> bool:
         """True if a step is prepared while the one before it runs."""
         if self.async_scheduling is None:
-            return (self.device or "cpu").startswith("cuda") and self._one_batch
+            return self._on_gpu and self._one_batch
         return self.async_scheduling
+
+    @property
+    def _on_gpu(self) -> bool:
+        return (self.device or "cpu").startswith("cuda")
 
     @property
     def _one_batch(self) -> bool:
@@ -108,7 +112,8 @@ class EngineConfig:
             )
         stages = self.pipeline_parallel_size
         if self.max_num_batched_tokens is None:
-            object.__setattr__(self, "max_num_batched_tokens", 2048 if stages == 1 else 256)
+            tokens = 256 if stages > 1 else 8192 if self._on_gpu else 2048
+            object.__setattr__(self, "max_num_batched_tokens", tokens)
         if self.backend is None:
             object.__setattr__(self, "backend", "ray" if self.num_workers > 1 else "inproc")
         if self.adapter is not None and not self.exact:

@@ -54,10 +54,12 @@ class _Bucket:
     """A graph of `size` tokens and its inputs.
 
     given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slot
-    mapping, block table starts (`size` each), items (3 * size), block tables.
+    mapping, block table starts (`size` each), items (`items` numbers; the first `shared` read for several), tables.
     """
 
     size: int
+    shared: int
+    items: int
     given: Tensor
     numbers: Tensor
     replay: Callable[[], None]
@@ -66,8 +68,8 @@ class _Bucket:
 
 class StepGraphs:
     """Runs steps of few tokens. Their number is rounded up to a bucket; the rows that are too many have no sequence,
-    write nothing and are read by nobody. Steps that decode alone have graphs of their own, others share prompts' tokens
-    out to the same small tiles.
+    write nothing and are read by nobody. Steps that decode alone have graphs of their own, so do those that read once
+    what sequences share; others share prompts' tokens out to the same small tiles.
 
     forward(given, layout): token ids int64 [T], or hidden states [T, hidden] of the stage before, to hidden states.
     group: query heads of a KV head. max_num_seqs, max_num_batched_tokens: of a step; longest: of a sequence, in tokens.
@@ -87,7 +89,7 @@ class StepGraphs:
         self._blocks = -(-longest // self._kernels.BLOCK)
         most = min(max_num_batched_tokens, _BUCKETS[-1])
         self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
-        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._buckets: dict[tuple[int, int, bool], _Bucket] = {}
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -104,49 +106,61 @@ class StepGraphs:
         """Return hidden states [T, hidden]; the next run overwrites them."""
         count = len(given)
         size = next(s for s in self.sizes if s >= count)
-        tokens = 1 if len(layout.lengths) == count else self._kernels.tile_tokens(self._group)
+        decodes = len(layout.lengths) == count
+        kind = size, 1 if decodes else self._kernels.tile_tokens(self._group), decodes and layout.shared_items > 0
         bucket = None
         try:
-            bucket = self._buckets.get((size, tokens)) or self._capture(size, tokens, given)
+            bucket = self._buckets.get(kind) or self._capture(*kind, given)
         except torch.OutOfMemoryError:
             logger.warning("no memory for a graph of %d tokens: such steps run without from now on", size)
             self.sizes = [s for s in self.sizes if s < size]
             self._pool = self._pool if self._buckets else None
         if bucket is None:  # not in the handler, whose traceback holds what the attempt took
             return self._forward(given, layout)
-        self._fill(bucket, layout, tokens)
+        self._fill(bucket, layout, decodes)
         bucket.given[:count].copy_(given)
         bucket.replay()
         return bucket.out[:count]
 
-    def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, tokens: int) -> None:
+    def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, decodes: bool) -> None:
         size, count, sequences = bucket.size, len(layout.positions), len(layout.lengths)
-        items = layout.items if sequences == count else self._kernels.work_items(layout.lengths, self._group, tokens)
-        host = np.zeros(6 * size + layout.block_tables.size, np.int32)
+        shared, own = np.split(layout.items, [layout.shared_items])
+        if not decodes:
+            own = self._kernels.work_items(layout.lengths, self._group, self._kernels.tile_tokens(self._group))
+        tables = 3 * size + bucket.items
+        host = np.zeros(tables + layout.block_tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
         columns[:2, :count] = layout.positions, layout.slot_mapping
         columns[1, count:] = -1  # no slot: nothing is written
         columns[2, :sequences] = layout.block_table_starts
-        host[3 * size : 3 * size + items.size] = items.reshape(-1)  # the others have 0 tokens
-        host[6 * size :] = layout.block_tables
+        items = host[3 * size : tables].reshape(-1, own.shape[1])  # the others have 0 tokens
+        items[bucket.shared : bucket.shared + len(own)] = own
+        if bucket.shared:
+            items[: len(shared)] = shared
+        host[tables:] = layout.block_tables
         bucket.numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
-    def _capture(self, size: int, tokens: int, given: Tensor) -> _Bucket:
-        """Record a graph of `size` tokens. tokens: the most that an item has."""
+    def _capture(self, size: int, tokens: int, shares: bool, given: Tensor) -> _Bucket:
+        """Record a graph of `size` tokens. tokens: the most that an item has; shares: some read for several."""
         given = given.new_zeros((size, *given.shape[1:]))
-        numbers = torch.zeros(6 * size + size * self._blocks, dtype=torch.int32, device=self._device)
+        own = self._kernels.work_items([tokens] * size, self._group)
+        shared = size // 2 if shares else 0  # each reads for two or more
+        width = own.shape[1]
+        taken = (shared + size) * width
+        numbers = torch.zeros(3 * size + taken + size * self._blocks, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1
         positions, slot_mapping, starts = numbers[: 3 * size].view(3, size).unbind()
-        items, tables = numbers[3 * size : 6 * size].view(size, 3), numbers[6 * size :]
+        items, tables = numbers[3 * size : 3 * size + taken].view(-1, width), numbers[3 * size + taken :]
         layout = ops.PagedLayout(
             [tokens] * size,  # the host sees the longest that may come
             np.full(size, self._longest - 1, np.int32),
             *(np.empty(0, np.int32),) * 3,
-            self._kernels.work_items([tokens] * size, self._group),
+            own,
+            shared_items=shared,
             uploaded=ops.LayoutTensors(items, positions, slot_mapping, tables, starts),
         )
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         replay, out = capture(lambda: self._forward(given, layout), self._device, self._pool, self._stream)
-        bucket = self._buckets[size, tokens] = _Bucket(size, given, numbers, replay, out)
+        bucket = self._buckets[size, tokens, shares] = _Bucket(size, shared, taken, given, numbers, replay, out)
         return bucket

@@ -56,8 +56,10 @@ class Planner:
         starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
         blocks = block_tables[np.repeat(starts, lengths) + positions // size]
         slot_mapping = blocks * np.int32(size) + positions % size
-        items = self.kernels.work_items(lengths, self.group)
-        return ops.PagedLayout(lengths, positions, slot_mapping, block_tables, starts, items)
+        own = self.kernels.work_items(lengths, self.group)
+        items = self.kernels.share_reads(own, lengths, self.group, block_tables, starts)
+        where = positions, slot_mapping, block_tables, starts
+        return ops.PagedLayout(lengths, *where, items, shared_items=len(items) - len(own))
 
 
 def _logits_rows(batch: Batch) -> list[LogitsRow]:

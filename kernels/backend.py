@@ -284,10 +284,18 @@ class Backend(Protocol):
         """Return the query tokens that fit the smallest tile; group: query heads per KV head."""
 
     def work_items(self, lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
-        """Return rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a tile.
+        """Return rows that begin (first token, tokens, sequence), int32 [n, ...]: query tokens that share a tile.
 
         A schedule: it decides no bit. lengths: query tokens of each sequence; group: query heads per KV head;
         item_tokens: the tokens of an item, None fits them to the tiles.
+        """
+
+    def share_reads(
+        self, items: np.ndarray, lengths: Sequence[int], group: int, block_tables: np.ndarray, starts: np.ndarray
+    ) -> np.ndarray:
+        """Return `work_items`' items, and before them such as read what neighbours in the batch share, once for all.
+
+        A schedule: it decides no bit. block_tables, starts: of a `PagedLayout`.
         """
 
     def write_kv(self, k: Tensor, v: Tensor, layout: PagedLayout, k_cache: Tensor, v_cache: Tensor) -> None:

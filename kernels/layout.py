@@ -32,8 +32,9 @@ class PagedLayout:
 
     lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slot_mapping int32 [T] (block *
     BLOCK + offset, where each token's key and value go); block j of sequence i is
-    block_tables[block_table_starts[i] + j], int32; items int32 [n, 3]: see `Backend.work_items`. num_blocks: how many a
-    cache for this batch alone needs; None where the cache is somebody else's.
+    block_tables[block_table_starts[i] + j], int32; items int32 [n, ...]: see `Backend.work_items`; the first
+    `shared_items` read for several sequences. num_blocks: how many a cache for this batch alone needs; None where the
+    cache is somebody else's.
     """
 
     lengths: list[int]
@@ -43,6 +44,7 @@ class PagedLayout:
     block_table_starts: np.ndarray
     items: np.ndarray
     num_blocks: int | None = None
+    shared_items: int = 0
     uploaded: LayoutTensors | None = field(default=None, repr=False)
 
     def on(self, device: torch.device) -> LayoutTensors:

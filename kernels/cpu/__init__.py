@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from ..backend import LayerParts
 from ..layout import PagedLayout
-from .attention import BLOCK, attention, new_kv_cache, tile_tokens, work_items, write_kv
+from .attention import BLOCK, attention, new_kv_cache, share_reads, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -143,6 +143,7 @@ __all__ = [
     "rotary_tables",
     "row_sums",
     "sample",
+    "share_reads",
     "softmax",
     "storage",
     "tile_tokens",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 try:
@@ -16,7 +17,8 @@ except ImportError as error:
 
 from ..layout import PagedLayout
 from . import attention as _paged
-from .attention import BLOCK, new_kv_cache, tile_tokens, work_items
+from . import work
+from .attention import BLOCK, new_kv_cache
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -42,6 +44,7 @@ from .functions import row_sums, softmax, top_k, unary
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
 from .sampling import sample
+from .work import small_lengths, tile_tokens, work_items
 
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
@@ -162,6 +165,13 @@ def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
     out += gradient_product(x, weight, out.dtype)
 
 
+def share_reads(
+    items: np.ndarray, lengths: Sequence[int], group: int, block_tables: np.ndarray, starts: np.ndarray
+) -> np.ndarray:
+    """Return the items, and before them such as read segments that neighbours share; see `work.share_reads`."""
+    return work.share_reads(items, lengths, group, block_tables, starts, _paged.SEGMENT // BLOCK)
+
+
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, layout: PagedLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> None:
@@ -174,11 +184,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads]."""
     at = layout.on(q.device)
-    small = _paged.small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
+    small = small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
     where = at.items, at.positions, at.block_tables, at.block_table_starts
-    return _paged.attention(
-        q, k_cache, v_cache, *where, scale, window, len(small), max(small, default=0), layout.longest
-    )
+    return _paged.attention(q, k_cache, v_cache, *where, scale, window, small, layout.longest, layout.shared_items)
 
 
 __all__ = [
@@ -216,6 +224,7 @@ __all__ = [
     "rotary_tables",
     "row_sums",
     "sample",
+    "share_reads",
     "softmax",
     "storage",
     "tile_tokens",

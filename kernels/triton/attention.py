@@ -5,28 +5,28 @@ the online softmax (Milakov & Gimelshein, 2018) within segments of SEGMENT keys;
 rows with long contexts can give their segments to many programs, and long prompts walk them in one: the same bits.
 Sums over keys are products of the matrix unit, a row's own sum of weights too (with a column of ones), since their
 order does not depend on the tile; a maximum has no order. A masked key has weight 0 and leaves its row as it was, so
-rows of any positions may share a tile.
+rows of any positions may share a tile: rows of several sequences, too, over segments of KV blocks that they share.
 
 A block of the KV cache holds one such block: k_cache, v_cache [num_blocks, kv_heads, BLOCK, head_dim].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
+from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, multiprocessors
+from .launch import has_copy_engine, launch, multiprocessors
 from .linear import scratch
+from .work import LARGE_ROWS, SMALL_ROWS
 
 BLOCK = 64
 SEGMENT = 512
 MAX_HEAD_DIM = 128  # of what is compiled and compared in the tests
-_SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
-_LARGE_ROWS = 64
+_MOST_BYTES = 1 << 28  # of partial softmaxes
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
 # parts of one buffer, aligned by chance
 _INDEX = ["items", "positions", "slot_mapping", "block_tables", "block_table_starts"]
@@ -45,6 +45,7 @@ def _merge(m, l, o, m_new, l_new, o_new):
 def _segment(
     q, k_cache, v_cache, block_table, head, kv_heads, here, last, begin, end, scale, window,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Return the partial softmax of rows at positions `here` over key blocks [begin, end). l has 16 equal columns."""
     d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
@@ -60,7 +61,7 @@ def _segment(
         k = tl.load(k_cache + place, mask=inside[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = position[None, :] <= here[:, None]
-        if window > 0:
+        if WINDOWED:
             seen = seen & (position[None, :] > here[:, None] - window)
         s = tl.where(seen, s, _MASKED)
         most = tl.maximum(m, tl.max(s, 1))
@@ -84,36 +85,47 @@ def _store(out, lse, token, h, row_mask, m, l, o, heads, DIM: tl.constexpr, BLOC
     tl.store(lse + place, (m + tl.log2(l)) * 0.6931471805599453, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "window"], do_not_specialize_on_alignment=_INDEX)
+@triton.jit(do_not_specialize=["segments", "window"], do_not_specialize_on_alignment=_INDEX)
 def _attention(
     q, k_cache, v_cache, items, positions, block_tables, block_table_starts, out, lse, parts,
-    stride_t, stride_h, heads, kv_heads, rows, segments, scale, window,
+    stride_t, stride_h, heads, kv_heads, segments, scale, window,
     SPLIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+    PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    item, head = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
-    block_table = block_tables + tl.load(block_table_starts + tl.load(items + 3 * item + 2))
+    """Attend with an item's rows; SPLIT: write each segment's partial softmax to parts [rows, segments, BLOCK_D + 2].
+
+    An item is (first token, tokens, sequence, shared, place): see `work_items`. Without SPLIT a program walks all
+    segments, and others take the item's rows from BLOCK_M on.
+    """
+    head, item = tl.program_id(1), items + 5 * tl.program_id(0)
+    first, count, shared = tl.load(item), tl.load(item + 1), tl.load(item + 3)
+    block_table = block_tables + tl.load(block_table_starts + tl.load(item + 2))
     group = heads // kv_heads
-    position = tl.load(positions + first)
-    last = position + count - 1
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    if not SPLIT:
+        r += tl.program_id(2) * BLOCK_M
     row_mask = r < count * group
-    token, h, here = first + r // group, head * group + r % group, position + r // group
+    token, h = first + r // group, head * group + r % group
+    here = tl.load(positions + token, mask=row_mask, other=0)
+    earliest = tl.min(tl.where(row_mask, here, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(row_mask, here, -1), 0)
     address = q + token.to(tl.int64)[:, None] * stride_t + h[:, None] * stride_h + d[None, :]
     queries = tl.load(address, mask=row_mask[:, None] & (d < DIM)[None, :], other=0.0)
-    begin, end = 0, tl.where(count > 0, last // BLOCK + 1, 0)  # nothing for padding
-    if window > 0:
-        begin = tl.maximum(position - window + 1, 0) // BLOCK
+    begin, end = 0, tl.cdiv(last + 1, BLOCK)  # nothing for padding
+    if WINDOWED:
+        begin = tl.maximum(earliest - window + 1, 0) // BLOCK
     if SPLIT:
-        rows_here = (item * kv_heads + head).to(tl.int64) * rows + r
-        for segment in range(begin // PER_SEGMENT + tl.program_id(2), tl.cdiv(end, PER_SEGMENT), tl.num_programs(2)):
+        lowest, highest = tl.maximum(shared, begin // PER_SEGMENT), tl.cdiv(end, PER_SEGMENT)
+        if shared < 0:
+            lowest, highest = begin // PER_SEGMENT, tl.minimum(highest, -shared)
+        row = ((tl.load(item + 4) + r // group).to(tl.int64) * heads + h) * segments
+        for segment in range(lowest + tl.program_id(2), highest, tl.num_programs(2)):
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m, l, o = _segment(
                 queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
-                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED,
             )  # fmt: skip
-            place = parts + (rows_here * segments + segment) * (BLOCK_D + 2)
+            place = parts + (row + segment) * (BLOCK_D + 2)
             tl.store(place[:, None] + d[None, :], o, mask=row_mask[:, None])
             tl.store(place + BLOCK_D, m, mask=row_mask)
             tl.store(place + BLOCK_D + 1, l, mask=row_mask)
@@ -125,7 +137,7 @@ def _attention(
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m_new, l_new, o_new = _segment(
                 queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
-                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED,
             )  # fmt: skip
             m, l, o = _merge(m, l, o, m_new, l_new, o_new)
         _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
@@ -134,29 +146,31 @@ def _attention(
 @triton.jit(do_not_specialize=["rows", "segments", "window"], do_not_specialize_on_alignment=_INDEX)
 def _merge_segments(
     items, positions, out, lse, parts, heads, kv_heads, rows, segments, window,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row's segments, ascending."""
-    item, head, row = tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
-    first, count = tl.load(items + 3 * item), tl.load(items + 3 * item + 1)
+    """Merge one row's segments, ascending. rows: of an item, for each KV head."""
+    item, head, row = items + 5 * tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
+    first, count, place = tl.load(item), tl.load(item + 1), tl.load(item + 4)
     group = heads // kv_heads
-    position = tl.load(positions + first)
-    begin, end = 0, tl.where(count > 0, (position + count - 1) // BLOCK + 1, 0)
-    if window > 0:
-        begin = tl.maximum(position - window + 1, 0) // BLOCK
     r, d = row + tl.arange(0, 1), tl.arange(0, BLOCK_D)
     row_mask = r < count * group
+    token, h = first + r // group, head * group + r % group
+    position = tl.max(tl.load(positions + token, mask=row_mask, other=-1), 0)
+    begin, end = 0, tl.cdiv(position + 1, BLOCK)
+    if WINDOWED:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK
     m = tl.full((1,), _MASKED, tl.float32)
     l = tl.zeros((1,), tl.float32)
     o = tl.zeros((1, BLOCK_D), tl.float32)
-    base = ((item * kv_heads + head).to(tl.int64) * rows + r) * segments
-    for segment in range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT)):
-        place = parts + (base + segment) * (BLOCK_D + 2)
-        o_new = tl.load(place[:, None] + d[None, :], mask=row_mask[:, None], other=0.0)
-        m_new = tl.load(place + BLOCK_D, mask=row_mask, other=0.0)
-        l_new = tl.load(place + BLOCK_D + 1, mask=row_mask, other=1.0)
+    base = ((place + r // group).to(tl.int64) * heads + h) * segments
+    for segment in tl.range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT), num_stages=STAGES):
+        part = parts + (base + segment) * (BLOCK_D + 2)
+        o_new = tl.load(part[:, None] + d[None, :], mask=row_mask[:, None], other=0.0)
+        m_new = tl.load(part + BLOCK_D, mask=row_mask, other=0.0)
+        l_new = tl.load(part + BLOCK_D + 1, mask=row_mask, other=1.0)
         m, l, o = _merge(m, l, o, m_new, l_new, o_new)
-    _store(out, lse, first + r // group, head * group + r % group, row_mask, m, l, o, heads, DIM, BLOCK_D)
+    _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDEX)
@@ -209,32 +223,6 @@ def write_kv(k, v, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     )  # fmt: skip
 
 
-def tile_tokens(group: int) -> int:
-    """Return the query tokens that fit the smallest tile."""
-    return max(1, (_SMALL_ROWS if group <= _SMALL_ROWS else _LARGE_ROWS) // group)
-
-
-def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
-    """Return rows (first token, tokens, sequence), int32 [n, 3]: query tokens that share a tile; small ones first.
-
-    item_tokens: the tokens of an item; None fits them to the tiles.
-    """
-    small, large, first = [], [], 0
-    step = item_tokens or max(1, _LARGE_ROWS // group)
-    for sequence, length in enumerate(lengths):
-        if item_tokens is None and length * group <= _SMALL_ROWS:
-            small.append((first, length, sequence))
-        else:
-            large += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
-        first += length
-    return np.array(small + large, np.int32).reshape(-1, 3)
-
-
-def small_lengths(lengths: Sequence[int], group: int) -> list[int]:
-    """Return the tokens of the small ones among the first `work_items`."""
-    return [length for length in lengths if length * group <= _SMALL_ROWS]
-
-
 def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -> int:
     """Return the number of programs that share a small item's segments: a schedule."""
     return max(1, min(segments, -(-2 * multiprocessors(device) // (items * kv_heads))))
@@ -243,45 +231,62 @@ def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -
 def attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     items: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, block_table_starts: torch.Tensor,
-    scale: float, window: int, small: int, small_tokens: int, longest: int, splits: int | None = None,
+    scale: float, window: int, small: Seq[int], longest: int, shared: int = 0, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads].
 
-    items from `work_items`, `small` of them small, of at most `small_tokens`; positions int32 [T]; block j of
-    sequence i is block_tables[block_table_starts[i] + j]; window: keys a row sees, itself included; 0 is all. longest:
-    positions are below it. splits: the schedule of small items; None chooses.
+    items from `work_items`: first `shared` that read for several sequences, then small ones, of `small` tokens each, at
+    most; positions int32 [T]; block j of sequence i is block_tables[block_table_starts[i] + j]; window: keys a row
+    sees, itself included; 0 is all. longest: positions are below it. splits: the schedule of small items; None chooses.
     """
     q = q if q.stride(2) == 1 else q.contiguous()
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group, width = heads // kv_heads, padded_width(dim)
     out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads), dtype=torch.float32)
-    segments, large = -(-longest // SEGMENT), items.shape[0] - small
-    shape: dict = dict(DIM=dim, BLOCK_D=width, BLOCK=BLOCK, PER_SEGMENT=SEGMENT // BLOCK)
-    wide = q.element_size() == 4
+    segments, few = -(-longest // SEGMENT), shared + len(small)
+    shape: dict = dict(WINDOWED=window > 0, DIM=dim, BLOCK_D=width, BLOCK=BLOCK, PER_SEGMENT=SEGMENT // BLOCK)
 
-    def tiles(items, block_m, splits, rows, parts, **options):
+    def tiles(items, split, splits, parts, **options):
         launch(
             _attention, (items.shape[0], kv_heads, splits),
             q, k_cache, v_cache, items, positions, block_tables, block_table_starts, out, lse, parts,
-            q.stride(0), q.stride(1), heads, kv_heads, rows, segments, scale * _LOG2E, window,
-            SPLIT=splits > 1, BLOCK_M=block_m, **shape, **options,
+            q.stride(0), q.stride(1), heads, kv_heads, segments, scale * _LOG2E, window,
+            SPLIT=split, **shape, **options,
         )  # fmt: skip
 
     if small:
-        rows = small_tokens * group
-        splits = splits or num_splits(small, kv_heads, segments, q.device)
-        size = small * kv_heads * rows * segments * (width + 2)
-        parts = scratch(q.device, torch.float32, size if splits > 1 else 1)
-        warps = 8 if wide and width > 64 else 4
-        tiles(items[:small], _SMALL_ROWS, splits, rows, parts, STAGES=2 if wide else 3, num_warps=warps)
-        if splits > 1:
+        size = sum(small) * heads * segments * (width + 2)
+        room = 4 * size <= _MOST_BYTES
+        splits = splits or num_splits(few, kv_heads, segments, q.device)
+        split = room and (splits > 1 or shared > 0)
+        parts = scratch(q.device, torch.float32, size if split else 1)
+        tiles(items[:few] if split else items[shared:few], split, splits if split else 1, parts, **_small(q, width))
+        if split:
+            rows = max(small) * group
             launch(
-                _merge_segments, (small, kv_heads * rows),
-                items, positions, out, lse, parts, heads, kv_heads, rows, segments, window, **shape, num_warps=1,
+                _merge_segments, (len(small), kv_heads * rows),
+                items[shared:], positions, out, lse, parts, heads, kv_heads, rows, segments, window,
+                **shape, STAGES=4, num_warps=1,
             )  # fmt: skip
-    if large:
-        block_m = max(_LARGE_ROWS, triton.next_power_of_2(group))
-        warps = 16 if wide and width > 64 else 8 if wide or width > 64 or block_m > 64 else 4
-        tiles(items[small:], block_m, 1, 0, lse, STAGES=1 if wide else 2, num_warps=warps)
+    if few < items.shape[0]:
+        options = _large(q, width, group)
+        tiles(items[few:], False, -(-max(LARGE_ROWS, group) // options["BLOCK_M"]), lse, **options)
     return out, lse
+
+
+def _small(q: torch.Tensor, width: int) -> dict[str, Any]:
+    """Return the schedule of small tiles. From 5 stages on there are two buffers of keys and values; fewer have one."""
+    if q.element_size() == 4:
+        return dict(BLOCK_M=SMALL_ROWS, STAGES=2, num_warps=8 if width > 64 else 4)
+    return dict(BLOCK_M=SMALL_ROWS, STAGES=5, num_warps=4)
+
+
+def _large(q: torch.Tensor, width: int, group: int) -> dict[str, Any]:
+    """Return the schedule of large tiles: with wgmma each of two warp groups has its own rows; others would spill."""
+    rows = triton.next_power_of_2(group)
+    if q.element_size() == 4:
+        return dict(BLOCK_M=max(64, rows), STAGES=1, num_warps=16 if width > 64 else 8)
+    if has_copy_engine(q.device):
+        return dict(BLOCK_M=max(LARGE_ROWS, rows), STAGES=5, num_warps=8)
+    return dict(BLOCK_M=max(64, rows), STAGES=2, num_warps=8 if width > 64 or rows > 64 else 4)

@@ -39,6 +39,12 @@ def current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+@cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Return whether the device copies tiles by itself (TMA): compute capability 9.0 and later."""
+    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may have."""
     return 1 << 18 if INTERPRETED else _properties(device).shared_memory_per_block_optin

@@ -9,18 +9,19 @@ depends on which arrives first: the last program of a tile to finish adds all of
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import current_stream, launch, multiprocessors
+from .launch import current_stream, has_copy_engine, launch, multiprocessors
 from .schedules import Tile, linear_tile
 
 BLOCK_K = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 MIN_CHUNK = 1024
-FULL_WIDTH = 4096  # with as many output features, tiles alone fill a GPU
+FULL_WIDTH = 2048  # with as many output features, tiles alone fill a GPU
 
 
 def chunks(depth: int, features: int) -> int:
@@ -50,10 +51,13 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def _linear(
     x, w0, w1, w2, b0, b1, b2, o0, o1, o2, partials, arrivals,
     rows, depth, stride_x, n0, n1, n2, c0, c1, c2, s0, s1, s2,
-    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [rows, depth] with up to three weights [n_i, depth]; c_i chunks of s_i each."""
+    """Multiply x [rows, depth] with up to three weights [n_i, depth]; c_i chunks of s_i each.
+
+    SPLIT: a program computes a chunk of a tile. CHUNKED: one computes several; a second sum takes registers.
+    """
     program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first = tiles_m * tl.cdiv(n0, BLOCK_N) * (c0 if SPLIT else 1)
@@ -85,13 +89,14 @@ def _linear(
             a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
             d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
-        for part in range(1, c):
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(part * size, tl.minimum((part + 1) * size, depth), BLOCK_K):
-                a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
-                d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
-                acc = tl.dot(a, tl.trans(d), acc, input_precision="ieee")
-            total = total + acc
+        if CHUNKED:
+            for part in range(1, c):
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in range(part * size, tl.minimum((part + 1) * size, depth), BLOCK_K):
+                    a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
+                    d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
+                    acc = tl.dot(a, tl.trans(d), acc, input_precision="ieee")
+                total = total + acc
 
     mask = r_mask[:, None] & f_mask[None, :]
     last = True
@@ -167,6 +172,88 @@ def _copyable(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 
+class _Product(NamedTuple):
+    """A weight [features, depth], in `chunks` chunks of `span` of its depth, and where its product goes."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    chunks: int
+    span: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> _Product:
+        features, depth = weight.shape
+        count, block_k = chunks(depth, features), BLOCK_K[x.dtype]
+        span = -(-depth // count // block_k) * block_k if count > 1 else depth
+        return cls(weight, bias, x.new_empty(x.shape[0], features, dtype=out_dtype), count, span)
+
+    @property
+    def features(self) -> int:
+        """Output features."""
+        return self.weight.shape[0]
+
+
+def _tile(x: torch.Tensor, features: int, out_dtype: torch.dtype) -> Tile:
+    """Return this GPU's tile; for large tiles of wide results one that ptxas doesn't serialise (its warning C7515)."""
+    tile = linear_tile(x.device, x.dtype, x.shape[0], features)
+    wide = out_dtype == torch.float32 and x.element_size() == 2
+    if wide and tile.block_m * tile.block_n >= 64 * 128 and has_copy_engine(x.device):
+        return Tile(128, 128, 3, 8, split=False, tma=True)
+    return tile
+
+
+def _fills(x: torch.Tensor, parts: list[_Product], tile: Tile) -> bool:
+    """Return whether persistent programs can read the operands, and each product alone occupies the GPU."""
+    tall = -(-x.shape[0] // tile.block_m)
+    tiles = tall * -(-min(part.features for part in parts) // tile.block_n)
+    return all(_copyable(t) for t in (x, *(part.weight for part in parts))) and tiles >= multiprocessors(x.device) // 2
+
+
+def _launch_persistent(x: torch.Tensor, part: _Product, tile: Tile) -> None:
+    narrow = part.chunks > 1 or part.out.dtype == torch.float32  # registers for a second sum, memory to store from
+    block_n, block_k = min(tile.block_n, 128) if narrow else tile.block_n, BLOCK_K[x.dtype]
+    tiles = -(-x.shape[0] // tile.block_m) * -(-part.features // block_n)
+    launch(
+        _linear_persistent, (min(tiles, multiprocessors(x.device)),),
+        TensorDescriptor.from_tensor(x, [tile.block_m, block_k]),
+        TensorDescriptor.from_tensor(part.weight, [block_n, block_k]),
+        part.weight if part.bias is None else part.bias, part.out,
+        *x.shape, part.features, part.chunks, part.span,
+        HAS_BIAS=part.bias is not None, CHUNKED=part.chunks > 1,
+        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _launch(x: torch.Tensor, parts: list[_Product], tile: Tile) -> None:
+    """Launch up to three products as one."""
+    (rows, depth), block_k = x.shape, BLOCK_K[x.dtype]
+    sizes, counts = [part.features for part in parts], [part.chunks for part in parts]
+    tiles = [-(-rows // tile.block_m) * -(-n // tile.block_n) for n in sizes]
+    several = max(counts) > 1
+    split = tile.split and several
+    grid = sum(t * (c if split else 1) for t, c in zip(tiles, counts, strict=True))
+    biases = [part.bias for part in parts]
+    has_bias = any(b is not None for b in biases)
+    weights, outs, spans = ([getattr(part, name) for part in parts] for name in ("weight", "out", "span"))
+    if has_bias:
+        biases = [w.new_zeros(len(w)) if b is None else b for b, w in zip(biases, weights, strict=True)]
+    partials = scratch(x.device, torch.float32, max(counts) * rows * sum(sizes) if split else 1)
+    arrivals = scratch(x.device, torch.int32, grid)
+    none = 3 - len(parts)
+    launch(
+        _linear, (grid,),
+        x, *weights, *[weights[0]] * none, *(biases if has_bias else weights), *[weights[0]] * none,
+        *outs, *[outs[0]] * none, partials, arrivals,
+        rows, depth, x.stride(0), *sizes, *[0] * none, *counts, *[1] * none, *spans, *[depth] * none,
+        HAS_BIAS=has_bias, SPLIT=split, CHUNKED=several and not split,
+        EVEN_K=depth % block_k == 0 and all(s % block_k == 0 for s in spans),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=8,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
 def products(
     x: torch.Tensor,
     weights: list[torch.Tensor],
@@ -176,57 +263,21 @@ def products(
 ) -> list[torch.Tensor]:
     """Return x [rows, depth] @ w.T + bias for each of up to three weights [features, depth] of x's dtype.
 
-    One launch does it, but for persistent tiles.
+    One launch does it where each program computes one chunk; otherwise those of one chunk have a launch, and others.
 
     tile: the schedule; None takes this GPU's. It decides no bit.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    weights = [w.contiguous() for w in weights]
-    rows, depth = x.shape
-    outs = [x.new_empty(rows, w.shape[0], dtype=out_dtype) for w in weights]
-    if rows == 0:
-        return outs
-    sizes = [w.shape[0] for w in weights]
-    counts = [chunks(depth, n) for n in sizes]
-    block_k = BLOCK_K[x.dtype]
-    spans = [-(-depth // c // block_k) * block_k if c > 1 else depth for c in counts]
-    tile = tile or linear_tile(x.device, x.dtype, rows, sum(sizes))
-    tall, programs = -(-rows // tile.block_m), multiprocessors(x.device) if tile.tma else 0
-    if tile.tma and not (
-        all(_copyable(t) for t in (x, *weights)) and tall * -(-min(sizes) // tile.block_n) >= programs // 2
-    ):  # then one launch for all of them fills the GPU better
-        tile = replace(tile, block_n=min(tile.block_n, 128), tma=False)
-    if tile.tma:
-        for w, bias, out, count, span in zip(weights, biases, outs, counts, spans, strict=True):
-            narrow = count > 1 or out_dtype == torch.float32  # registers for a second sum, memory to store from
-            block_n = min(tile.block_n, 128) if narrow else tile.block_n
-            grid = min(tall * -(-w.shape[0] // block_n), programs)
-            launch(
-                _linear_persistent, (grid,),
-                TensorDescriptor.from_tensor(x, [tile.block_m, block_k]),
-                TensorDescriptor.from_tensor(w, [block_n, block_k]),
-                w if bias is None else bias, out, rows, depth, w.shape[0], count, span,
-                HAS_BIAS=bias is not None, CHUNKED=count > 1,
-                BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        return outs
-    tiles = [-(-rows // tile.block_m) * -(-n // tile.block_n) for n in sizes]
-    split = tile.split and max(counts) > 1
-    grid = sum(t * (c if split else 1) for t, c in zip(tiles, counts, strict=True))
-    has_bias = any(b is not None for b in biases)
-    if has_bias:
-        biases = [b if b is not None else w.new_zeros(w.shape[0]) for b, w in zip(biases, weights, strict=True)]
-    partials = scratch(x.device, torch.float32, max(counts) * rows * sum(sizes) if split else 1)
-    arrivals = scratch(x.device, torch.int32, grid)
-    none = 3 - len(weights)
-    launch(
-        _linear, (grid,),
-        x, *weights, *[weights[0]] * none, *(biases if has_bias else weights), *[weights[0]] * none,
-        *outs, *[outs[0]] * none, partials, arrivals,
-        rows, depth, x.stride(0), *sizes, *[0] * none, *counts, *[1] * none, *spans, *[depth] * none,
-        HAS_BIAS=has_bias, SPLIT=split, EVEN_K=depth % block_k == 0 and all(s % block_k == 0 for s in spans),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=8,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return outs
+    parts = [_Product.of(x, w.contiguous(), b, out_dtype) for w, b in zip(weights, biases, strict=True)]
+    if x.shape[0] > 0:
+        tile = tile or _tile(x, sum(part.features for part in parts), out_dtype)
+        if tile.tma and _fills(x, parts, tile):
+            for part in parts:
+                _launch_persistent(x, part, tile)
+        else:
+            tile = replace(tile, block_n=min(tile.block_n, 128), tma=False) if tile.tma else tile
+            whole, chunked = ([part for part in parts if (part.chunks > 1) == many] for many in (False, True))
+            for group in [parts] if tile.split else [whole, chunked]:
+                if group:
+                    _launch(x, group, tile)
+    return [part.out for part in parts]

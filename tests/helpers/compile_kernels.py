@@ -35,6 +35,13 @@ knobs.nvidia.dump_ptxas_log = True
 nvidia.print = lambda text: setattr(said, "text", text)  # by which Triton gives it away
 
 
+def programs(registers: int, warps: int, shared: int, capability: int) -> int:
+    """Return how many programs a multiprocessor holds: 64 K registers, given out in 256s per warp, 1 KB kept apart."""
+    per_warp = -(-32 * registers // 256) * 256
+    room = SHARED_MEMORY[capability] + 1024
+    return min(65536 // (per_warp * warps), room // (shared + 1024), 64 // warps, 32)
+
+
 def catch(kernel, grid, *args, **options):
     """In the place of `launch`: remembers the compilation that this call needs."""
     constants, signature, attributes = {}, {}, {}
@@ -83,7 +90,7 @@ def compile_one(job: dict, capability: int) -> dict:
         file.flush()
         tool = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         dump = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    stack, registers = re.search(r"STACK:(\d+)", dump), re.search(r"REG:(\d+)", dump)
+    stack, registers = (int(re.search(rf"{name}:(\d+)", dump)[1]) for name in ("STACK", "REG"))
     return {
         "kernel": job["kernel"].fn.__name__,
         "constants": {k: v for k, v in names.items() if isinstance(v, bool | int)},
@@ -96,8 +103,9 @@ def compile_one(job: dict, capability: int) -> dict:
         "warnings": re.findall(r"\(C7\d+\)", said.text),  # such as products that wait for each other
         "heard": " registers" in said.text,
         "shared": compiled.metadata.shared,
-        "stack": int(stack[1]) if stack else None,
-        "registers": int(registers[1]) if registers else None,
+        "stack": stack,
+        "registers": registers,
+        "programs": programs(registers, compiled.metadata.num_warps, compiled.metadata.shared, capability),
     }
 
 
@@ -106,7 +114,8 @@ def catch_all(capability: int) -> None:
     for module in MODULES:
         module.launch = catch
     linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
-    attention.multiprocessors = lambda device: 132
+    linear.has_copy_engine = attention.has_copy_engine = lambda device: capability >= 90
+    backward.multiprocessors = attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
     backward.candidate = lambda *_: None
     for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
@@ -121,8 +130,9 @@ def catch_all(capability: int) -> None:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
             linear.products(x, [w, w, w], [None] * 3, dtype, tile)
-            linear.products(x, [w], [None], torch.float32, tile)
-            for out in (dtype, torch.float32) if tile.tma else ():  # in one chunk
+            linear.linear_tile = lambda *_, tile=tile: tile
+            linear.products(x, [w], [None], torch.float32)
+            for out in (dtype, torch.float32) if tile.tma else (dtype,):  # in one chunk
                 linear.products(x, [torch.empty(4096, 2048, dtype=dtype)], [None], out, tile)
         shapes = [(16, 8, 128, 0), (9, 3, 64, 512)]
         if capability == 80:  # the odd ones, for one GPU: a depth that no block divides, heads of strange widths
@@ -132,9 +142,9 @@ def catch_all(capability: int) -> None:
             q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
             ints = torch.zeros(600, dtype=torch.int32)
-            items = torch.zeros(12, 3, dtype=torch.int32)
+            items = torch.zeros(12, 5, dtype=torch.int32)
             for splits in (1, 4):
-                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, 6, 1, 2000, splits)
+                attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, [1] * 6, 2000, splits=splits)
             attention.write_kv(k, k, ints, *cache)
             lse = torch.empty(600, heads)
             backward.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from samebits.engine import cuda_graphs
 from samebits.kernels import contract, cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
+from samebits.kernels.triton import work
 from samebits.kernels.triton.launch import INTERPRETED
 from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
@@ -32,8 +34,9 @@ from samebits.model.linear import UnsupportedModelError
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
+from helpers.interpreter import interpreter as triton_interpreter
 from helpers.oracle import oracle
-from helpers.schedules import check_results, random_requests, run_schedule
+from helpers.schedules import check_against_trainer, check_results, random_requests, run_schedule, tight_pool
 
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -176,10 +179,10 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     tables = torch.from_numpy(layout.block_tables)
     for token, splits in itertools.product((0, 63, 64, 150, 299, 300, 304, 305, 306, 370, 435), (1, 2, 3)):
-        one, position = torch.tensor([[0, 1, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
+        one, position = torch.tensor([[0, 1, 0, 0, 0]]).int(), torch.from_numpy(layout.positions[token : token + 1])
         start = torch.from_numpy(layout.block_table_starts[sequence[token]][None])
         alone = paged.attention(
-            q[token : token + 1], *cache, one, position, tables, start, scale, window, 1, 1, 300, splits
+            q[token : token + 1], *cache, one, position, tables, start, scale, window, [1], 300, splits=splits
         )
         assert torch.equal(alone[0][0], out[token]), (token, splits)
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
@@ -195,6 +198,132 @@ def test_a_gpus_probe_has_rows_for_each_kind_of_tile(monkeypatch):
             contract.probe(weights)
     rows, counts = contract_batches(torch.device("cuda"), 4096)
     assert {count for count in counts if count < rows} >= {1, 17, 33, 65, 129, 257} and counts.count(rows) > 10
+
+
+class Decoding(NamedTuple):
+    """A step that decodes: each sequence has `lengths` keys, of which the first blocks may be another's, too."""
+
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    positions: torch.Tensor
+    tables: np.ndarray
+    starts: np.ndarray
+    counts: list[int]
+
+    def attend(self, items: np.ndarray, shared: int, window: int, splits: int | None):
+        where = (torch.from_numpy(a) for a in (items, self.positions, self.tables, self.starts))
+        longest = int(self.positions.max()) + 1
+        return paged.attention(self.q, *self.cache, *where, 0.2, window, self.counts, longest, shared, splits)
+
+
+def decoding(dtype, group: int, families: list[tuple[int, list[int]]], counts=None) -> Decoding:
+    """families: (blocks that are shared, lengths of those that share them); counts: query tokens of each sequence."""
+    torch.manual_seed(0)
+    tables, starts, lengths, new = [], [], [], itertools.count()
+    for common, members in families:
+        first = [next(new) for _ in range(common)]
+        for length in members:
+            starts.append(len(tables))
+            tables += first + [next(new) for _ in range(-(-length // paged.BLOCK) - common)]
+            lengths.append(length)
+    counts = counts or [1] * len(lengths)
+    total, blocks = sum(counts), next(new)
+    order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    cache = [torch.randn(blocks, 2, paged.BLOCK, 24).to(dtype) for _ in range(2)]
+    for start, length in zip(starts, lengths, strict=True):  # what no key fills is NaN
+        last = order[tables[start + (length - 1) // paged.BLOCK]]
+        for part in cache:
+            part[last, :, (length - 1) % paged.BLOCK + 1 :] = math.nan
+    positions = np.concatenate([np.arange(n - c, n, dtype=np.int32) for n, c in zip(lengths, counts, strict=True)])
+    q = torch.randn(total, 2 * group, 24).to(dtype)
+    return Decoding(q, tuple(cache), positions, order[tables], np.array(starts, np.int32), counts)
+
+
+FAMILIES = [(3, [200, 210, 330]), (0, [70]), (2, [129, 150, 129])]
+
+
+@pytest.mark.parametrize(("dtype", "window", "group", "counts"), [
+    (torch.float32, 0, 2, None),
+    (torch.bfloat16, 200, 2, [1, 3, 1, 1, 2, 1, 1]),
+    pytest.param(torch.float16, 0, 4, None, marks=pytest.mark.slow),
+    pytest.param(torch.float16, 140, 4, None, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_reading_a_shared_prompt_once_changes_no_bit(dtype, window, group, counts):
+    """Under every grouping of neighbours: each sequence alone, pairs, all that fit; sequences of drafts, too."""
+    step = decoding(dtype, group, FAMILIES, counts)
+    own = kernels.work_items(step.counts, group)
+    expected = step.attend(own, 0, window, 1)
+    for most, splits in itertools.product((1, 2, 3), (1, 2)):
+        items, shared = own.copy(), []
+        for first in (0, 4) if most > 1 else ():
+            count = int(own[first : first + most, 1].sum())
+            shared.append((own[first, 0], count, own[first, 2], -1, own[first, 4]))
+            items[first : first + most, 3] = 1
+        both = np.concatenate((np.array(shared, np.int32).reshape(-1, 5), items))
+        assert all(map(torch.equal, step.attend(both, len(shared), window, splits), expected)), (most, splits)
+    planned = kernels.share_reads(own, step.counts, group, step.tables, step.starts)
+    gained = len(planned) - len(own)
+    assert gained and all(map(torch.equal, step.attend(planned, gained, window, 1), expected))
+
+
+def test_negative_control_a_block_that_is_not_shared_changes_bits():
+    step = decoding(torch.float32, 2, [(2, [200, 210])])
+    own = kernels.work_items(step.counts, 2)
+    wrong = np.concatenate((np.array([(0, 2, 0, -1, 0)], np.int32), own))
+    wrong[1:, 3] = 1
+    expected = step.attend(own, 0, 0, 1)
+    assert all(map(torch.equal, step.attend(wrong, 1, 0, 1), expected))
+    step.tables[step.starts[1]] = step.tables[-1]
+    assert not torch.equal(step.attend(own, 0, 0, 1)[0], step.attend(wrong, 1, 0, 1)[0])
+    assert len(kernels.share_reads(own, step.counts, 2, step.tables, step.starts)) == len(own), "planned though unequal"
+
+
+@pytest.mark.parametrize(("group", "times"), [(2, 8), (4, 4), pytest.param(8, 2, marks=pytest.mark.slow)])
+def test_a_groups_samples_read_their_prompt_once(group, times, monkeypatch):
+    """Blocks that programs visit, counted: 16 samples of a prompt of 2 segments, with tails of 2 blocks."""
+    visits, dot = [], triton_interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(triton_interpreter.InterpreterBuilder, "create_dot", lambda *a: (visits.append(1), dot(*a))[1])
+    per_block, prompt = 3, 2 * paged.SEGMENT // paged.BLOCK
+    step = decoding(torch.float16, group, [(prompt, [2 * paged.SEGMENT + 100] * 16)])
+    own = kernels.work_items(step.counts, group)
+    expected = step.attend(own, 0, 0, 1)
+    apart = len(visits) // per_block // 2  # KV heads
+    visits.clear()
+    planned = kernels.share_reads(own, step.counts, group, step.tables, step.starts)
+    assert all(map(torch.equal, step.attend(planned, len(planned) - len(own), 0, 2), expected))
+    together = len(visits) // per_block // 2
+    assert apart == 16 * (prompt + 2)
+    assert together == 16 * prompt // times + 16 * 2
+
+
+def test_few_shared_segments_are_read_apart():
+    """A merge costs more than a segment of two samples among long contexts of their own saves."""
+    segment = paged.SEGMENT // paged.BLOCK
+    for common, gains in ((1, False), (8, True)):
+        step = decoding(torch.float16, 2, [(common * segment, [10 * paged.SEGMENT, 10 * paged.SEGMENT])])
+        own = kernels.work_items(step.counts, 2)
+        planned = kernels.share_reads(own, step.counts, 2, step.tables, step.starts)
+        assert (len(planned) > len(own)) == gains
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True, "blocks": 3}], ids=str)
+def test_an_engine_shares_reads_to_the_same_bits(checkpoint, settings, monkeypatch):
+    """In graphs and without; a prompt of a group, found in the prefix cache by another; a small pool preempts."""
+    monkeypatch.setattr(paged, "SEGMENT", 64)
+    planned, share = [], work.share_reads
+    monkeypatch.setattr(work, "share_reads", lambda items, *a: (planned.append(share(items, *a)), planned[-1])[1])
+    path = checkpoint("mistral", vocab_size=257, num_hidden_layers=1)
+    model, prompt = exact_model(path), [(7 * i) % 257 for i in range(70)]
+    requests = [(prompt, SamplingParams(n=n, max_tokens=3, seed=n, ignore_eos=True)) for n in (3, 2)]
+    settings = {"kv_cache_memory_bytes": tight_pool(model, requests, settings.get("blocks", 20)), **settings}
+    settings.pop("blocks", None)
+    llm = LLM(path, dtype="float32", skip_tokenizer_init=True, **settings)
+    outputs = llm.generate([p for p, _ in requests], [params for _, params in requests], use_tqdm=False)
+    check_against_trainer(model, requests, outputs)
+    assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
+    graphs = llm.engine.executor.workers[0].runner.graphs
+    assert settings.get("enforce_eager") or any(shares for *_, shares in graphs._buckets)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,6 +343,31 @@ def test_persistent_programs_compute_the_same(dtype, depth, monkeypatch):
     odd = torch.cat((x, x), 1)[:, 1 : depth + 1]  # addresses of rows that the copy engine can't take
     products(odd, weights, biases, torch.float32, Tile(16, 32, 3, 4, False, tma=True))
     assert launched[-1] is linear._linear
+
+
+def test_large_tiles_of_wide_results_are_persistent(monkeypatch):
+    """ptxas waits for each product of others; the copy engine may be missing, or the result be narrow."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(kernel), launch(kernel, *a, **o)))
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(128, 128, 3, 8, False))
+    x, w = wide_exponents(65, 128).bfloat16(), wide_exponents(300, 128).bfloat16()
+    found = [products(x, [w], [None], dtype)[0] for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(linear, "has_copy_engine", lambda device: False)
+    found.append(products(x, [w], [None], torch.float32)[0])
+    assert launched == [linear._linear_persistent, linear._linear, linear._linear]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[0].bfloat16(), found[1])
+
+
+def test_products_in_one_chunk_are_launched_apart(monkeypatch):
+    """Each program of a launch that has chunks to add up holds a second sum."""
+    launched, launch = [], linear.launch
+    monkeypatch.setattr(linear, "launch", lambda kernel, *a, **o: (launched.append(o), launch(kernel, *a, **o)))
+    x, weights = wide_exponents(9, 128), [wide_exponents(n, 128) for n in (200, 40, 70)]
+    expected = products(x, weights, [None] * 3, torch.float32, Tile(16, 16, 2, 4, True))
+    outs = products(x, weights, [None] * 3, torch.float32, Tile(32, 32, 2, 4, False))
+    assert all(map(torch.equal, outs, expected))
+    assert [o["CHUNKED"] for o in launched] == [False, False, True]
+    assert [o["SPLIT"] for o in launched] == [True, False, False]
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -475,7 +629,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
     results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
     check_results([model], requests, results)
-    kinds = {tokens > 1 for _, tokens in llm.engine.executor.workers[0].runner.graphs._buckets}
+    kinds = {tokens > 1 for _, tokens, _ in llm.engine.executor.workers[0].runner.graphs._buckets}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
 
 
@@ -554,6 +708,30 @@ def test_gradients_are_the_cpus(checkpoint):
         assert error(grad, grads[1][name].double(), grads[1][name].abs().max()) < 1e-4, name
 
 
+HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs of a multiprocessor, bytes of stack
+    ("_linear", {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT": True}, 48, 4, 0),
+    ("_linear", {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT": True}, 64, 5, 0),
+    ("_linear", {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": True}, 128, 2, 0),
+    ("_linear", {"BLOCK_M": 128, "SPLIT": False, "CHUNKED": False}, 128, 2, 0),
+    ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNKED": False}, 128, 1, 0),
+    ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 256}, 208, 1, 0),
+    ("_attention", {"DIM": 128, "BLOCK_M": 16}, 208, 2, 8),
+    ("_attention", {"DIM": 128, "BLOCK_M": 128}, 255, 1, 32),
+    ("_merge_segments", {"DIM": 128}, 64, 32, 0),
+    ("_rms_norm", {}, 64, 8, 0),
+]
+
+
+def check_hot_kernels(compiled: list[dict]) -> None:
+    """Compare registers, stack and programs with the table: each of its rows has a kernel."""
+    narrow = [c for c in compiled if "*bf16" in c["dtypes"]]
+    for kernel, apart, registers, programs, stack in HOT:
+        found = [c for c in narrow if c["kernel"] == kernel and apart.items() <= c["constants"].items()]
+        assert found, (kernel, apart)
+        for c in found:
+            assert c["registers"] <= registers and c["programs"] >= programs and c["stack"] <= stack, c
+
+
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
 def test_kernels_compile(capability, tmp_path):
     """For Ampere, Hopper and Blackwell, without one of them."""
@@ -570,6 +748,8 @@ def test_kernels_compile(capability, tmp_path):
         "_rms_norm_backward", "_gated_backward", "_rotary", "_peaks", "_thresholds", "_sums", "_finish",
         "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
+    if capability == 90:
+        check_hot_kernels(compiled)
     norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
@@ -578,7 +758,10 @@ def test_kernels_compile(capability, tmp_path):
         assert c["shared"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability], c
         if "*bf16" in c["dtypes"] and c["kernel"] in ("_linear", "_linear_persistent", "_attention", "_grouped"):
             # Triton 3.6 keeps two words of decode's attention aside on sm_90, from before its loops until after them
-            aside = 8 if c["kernel"] == "_attention" and metadata.version("triton").startswith("3.6.") else 0
+            # and both keep a few of prefill's, which fills all registers
+            tall = c["kernel"] == "_attention" and c["constants"]["BLOCK_M"] > 64
+            early = c["kernel"] == "_attention" and metadata.version("triton").startswith("3.6.")
+            aside = 32 if tall else 8 if early else 0
             assert c["stack"] <= (aside if capability == 90 else 32), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
