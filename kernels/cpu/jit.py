@@ -2,7 +2,8 @@
 
 Without fast-math LLVM may vectorise a loop only where that changes no bit, so the source's order of IEEE-754
 operations *is* the reduction tree. The cache folder is keyed by a hash of every kernel source: numba itself looks at
-one file only, and a stale object file must not outlive a change to a function that was inlined into it.
+one file only, and a stale object file must not outlive a change to a function that was inlined into it. Processes take
+turns at it: numba numbers the files of a kernel's signatures, and two that save at once would take the same number.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from functools import wraps
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
 
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
@@ -34,6 +36,25 @@ def _cache_folder():
         yield
     finally:
         numba.config.CACHE_DIR = before
+
+
+def _compile(function, **options):
+    with _cache_folder():
+        compiled = numba.njit(cache=True, error_model="numpy", nogil=True, **options)(function)
+    cache = compiled._cache  # numba has no hook for this
+    lock = FileLock(pathlib.Path(cache.cache_path) / "lock")
+    for name in ("load_overload", "save_overload"):
+        setattr(cache, name, _locked(getattr(cache, name), lock))
+    return compiled
+
+
+def _locked(method, lock):
+    @wraps(method)
+    def call(*args):
+        with lock:
+            return method(*args)
+
+    return call
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:
@@ -58,8 +79,7 @@ def inline(function):
 
 def serial(function):
     """Compile a kernel that runs on the calling thread."""
-    with _cache_folder():
-        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
+    return _compile(function)
 
 
 def parallel(function):
@@ -81,8 +101,7 @@ def _set_numba_threads(count):
 
 
 def _kernel(function, serial_below):
-    with _cache_folder():
-        compiled = numba.njit(cache=True, parallel=True, error_model="numpy", nogil=True)(function)
+    compiled = _compile(function, parallel=True)
 
     @wraps(function)
     def launch(*args):
