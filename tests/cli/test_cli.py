@@ -284,7 +284,7 @@ def test_throughput_benchmark_compares_engines(smollm2, tmp_path):
 def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoint, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("samebits.kernels.triton.INTERPRETED", False)
     for command in (["generate", checkpoint(), "hello"], ["verify", checkpoint()], ["contract"]):
         done = samebits(*command, "--device", "cuda")
         assert done.returncode == 2

@@ -30,8 +30,8 @@ def test_abort_frees_the_blocks_and_harms_nobody(llm):
 def test_abort_before_the_siblings_of_a_group_started(shared, checkpoint):
     llm = shared(checkpoint("llama"), max_num_batched_tokens=16)
     gone = llm.add_request(prompt_of(70), SamplingParams(n=4, max_tokens=20))
-    kept = llm.add_request(PROMPT, SamplingParams(n=2, max_tokens=5, seed=1))
     llm.step()
+    kept = llm.add_request(PROMPT, SamplingParams(n=2, max_tokens=5, seed=1))
     assert llm.stats().num_running == 1, "the siblings have started: this test proves nothing"
     assert llm.abort(gone)
     check(llm)

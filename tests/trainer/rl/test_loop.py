@@ -656,7 +656,7 @@ def test_a_jsonl_task_reads_its_lines_and_names_a_bad_one(tmp_path):
         file.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
         with pytest.raises(ValueError, match=r"t\.jsonl, line 2"):
             JsonlTask(file)
-    with pytest.raises(ValueError, match="choose arithmetic, sorting, brackets or the path"):
+    with pytest.raises(ValueError, match="choose arithmetic, sorting, brackets, counting or the path"):
         make_task("chess")
 
 
