@@ -59,8 +59,9 @@ def _kind(argument: Any) -> Any:
     return str(getattr(argument, "block_shape", type(argument).__name__))
 
 
-def catch(launch: Any, device: torch.device, multiprocessors: int, shared_memory: int) -> None:
+def catch(launch: Any, device: torch.device, multiprocessors: int, shared_memory: int, copy_engine: bool) -> None:
     """Put `launch` in the place of the kernels' own. device: whose table of tiles is used."""
+    MODULES["linear"].has_copy_engine = MODULES["attention"].has_copy_engine = lambda _: copy_engine
     for module in MODULES.values():
         module.launch = launch
         if hasattr(module, "multiprocessors"):
@@ -99,9 +100,9 @@ def others(dtype: torch.dtype, heads: tuple[int, int, int], widths: tuple[int, .
     query_heads, kv_heads, dim = heads
     q, kv = (torch.empty(2633, n, dim, dtype=dtype) for n in (query_heads, kv_heads))
     cache = paged.new_kv_cache(60, kv_heads, dim, dtype, CPU)
-    ints, items = torch.zeros(4000, dtype=torch.int32), torch.zeros(90, 3, dtype=torch.int32)
+    ints, items = torch.zeros(4000, dtype=torch.int32), torch.zeros(90, 5, dtype=torch.int32)
     for window, (small, splits) in itertools.product((0, 700), ((1, 1), (1, 3), (6, 1), (6, 4), (0, 1))):
-        paged.attention(q, *cache, items, ints, ints, ints, 0.1, window, small, 1, 2000, splits)
+        paged.attention(q, *cache, items, ints, ints, ints, 0.1, window, [1] * small, 2000, splits=splits)
     paged.write_kv(kv, kv, ints, *cache)
     backward._triton_backward(q, kv, kv, q, torch.empty(2633, query_heads), q, [2000, 600, 33], 0.1, 0)
     rows.rotary(q, kv, q[:, 0], q[:, 0])
@@ -124,7 +125,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
     catch(launch, device, found.multi_processor_count if found else 132,
-          found.shared_memory_per_block_optin if found else 232_448)  # fmt: skip
+          found.shared_memory_per_block_optin if found else 232_448, not found or found.major >= 9)  # fmt: skip
     for dtype in DTYPES.values():
         if tiny:
             linears("tiny", dtype, some_tiles(device)[:1], (1, 17))

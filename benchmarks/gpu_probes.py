@@ -162,14 +162,14 @@ def decode_row(device: torch.device, tiny: bool) -> dict[str, Any]:
         for part in cache:
             part.fill_(math.nan)
         out, lse = ops.paged_attention(q, k, v, cache, layout, dim**-0.5, window)
-        at, one = layout.on(device), torch.tensor([[0, 1, 0]], dtype=torch.int32, device=device)
+        at, one = layout.on(device), torch.tensor([[0, 1, 0, 0, 0]], dtype=torch.int32, device=device)
         sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
         for token, splits in itertools.product(range(0, len(q), max(1, len(q) // (4 if tiny else 12))), (1, 3)):
             case = f"window {window}, token {token} of lengths {lengths}, {splits} splits"
             note(case)
             found = paged.attention(
                 q[token : token + 1], *cache, one, at.positions[token : token + 1], at.block_tables,
-                at.block_table_starts[sequence[token]][None], dim**-0.5, window, 1, 1, max(lengths), splits,
+                at.block_table_starts[sequence[token]][None], dim**-0.5, window, [1], max(lengths), splits=splits,
             )  # fmt: skip
             report.expect(case, torch.equal(found[0][0], out[token]) and torch.equal(found[1][0], lse[token]))
     return report.found
