@@ -225,8 +225,13 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
         tables = kernels.rotary_tables(torch.arange(50, device=device) * 700, torch.rand(64, device=device), 1.0)
         cos, sin = (t.to(dtype) for t in tables)
         theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-        for ours, other in zip(kernels.rotary(q, k, cos, sin), theirs, strict=True):
-            expect(f"{name} rotary", ours, other[0].transpose(0, 1).contiguous())
+        q_turned, k_turned = (t[0].transpose(0, 1).contiguous() for t in theirs)
+        layout = ops.packed_layout([50], 2, device)
+        caches = [kernels.new_kv_cache(1, 8, 128, dtype, device) for _ in range(2)]
+        kernels.write_kv(k_turned, k, layout, *caches[0])
+        expect(f"{name} rotary", kernels.place_heads(q, k, k, None, (cos, sin), layout, caches[1]), q_turned)
+        for ours, other in zip(*caches, strict=True):
+            expect(f"{name} cache", ours[:, :, :50], other[:, :, :50])
     logits = torch.randn(24, vocab).to(device) * 3
     params = ops.RowParams.repeat(24)
     params.top_k[4:8], params.top_p[6:12], params.min_p[10:14], params.temperature[3:20] = 50, 0.9, 0.05, 0.7

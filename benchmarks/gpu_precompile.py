@@ -22,7 +22,7 @@ from samebits.kernels.triton.schedules import Tile
 from gpu_bits import DTYPES, all_tiles, shapes
 from gpu_probes import some_tiles
 
-NAMES = ("linear", "attention", "attention_backward", "elementwise", "sampling", "experts", "functions")
+NAMES = ("linear", "attention", "attention_backward", "elementwise", "heads", "sampling", "experts", "functions")
 MODULES = {name: import_module(f"samebits.kernels.triton.{name}") for name in NAMES}
 ROWS = 1, 16, 17, 31, 64, 100, 128, 200, 256, 500, 1024
 CPU = torch.device("cpu")
@@ -105,7 +105,9 @@ def others(dtype: torch.dtype, heads: tuple[int, int, int], widths: tuple[int, .
         paged.attention(q, *cache, items, ints, ints, ints, 0.1, window, [1] * small, 2000, splits=splits)
     paged.write_kv(kv, kv, ints, *cache)
     backward._triton_backward(q, kv, kv, q, torch.empty(2633, query_heads), q, [2000, 600, 33], 0.1, 0)
-    rows.rotary(q, kv, q[:, 0], q[:, 0])
+    layout = ops.packed_layout([2633], query_heads // kv_heads, CPU)
+    for norms in (None, ((q[0, 0], 1e-6), (q[0, 0], 1e-6))):
+        MODULES["heads"].place_heads(q, kv, kv, norms, (q[:, 0], q[:, 0]), layout, cache)
     for width in widths:
         x, weight = torch.empty(300, width, dtype=dtype), torch.empty(width, dtype=dtype)
         rows.rms_norm(x, weight, 1e-6)

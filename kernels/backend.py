@@ -81,6 +81,9 @@ class ExpertPlan(NamedTuple):
         return self.pairs // self.places.shape[1]
 
 
+HeadNorms = tuple[tuple[Tensor, float], tuple[Tensor, float]]  # weight [D] and eps, for q and for k
+
+
 class LayerParts(NamedTuple):
     """What a gated decoder layer of the usual kind computes with.
 
@@ -215,12 +218,6 @@ class Backend(Protocol):
     def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions int64 [T] * inv_freq fp32 [F], by fp64."""
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype.
-
-        Each product and each sum is rounded: the bits of transformers' `apply_rotary_pos_emb`.
-        """
-
     # --- functions that a model's own code calls
 
     def unary(self, x: Tensor, name: str) -> Tensor:
@@ -300,6 +297,23 @@ class Backend(Protocol):
 
     def write_kv(self, k: Tensor, v: Tensor, layout: PagedLayout, k_cache: Tensor, v_cache: Tensor) -> None:
         """Write k and v [T, kv_heads, D], in the cache's dtype, to the layout's slots in the cache, in place."""
+
+    def place_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None,
+        tables: tuple[Tensor, Tensor],
+        layout: PagedLayout,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return q [T, heads, D], normed and turned by tables; write k, treated alike, and v to the cache, in place.
+
+        k, v [T, kv_heads, D]; norms: `rms_norm` of each head of q and of k, or None; tables: cos and sin [T, D]. All
+        are of the storage dtype. Each norm, product and sum is rounded: the bits of `rms_norm`, transformers'
+        `apply_rotary_pos_emb` and `write_kv`.
+        """
 
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, scale: float, window: int

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.backend import LayerParts
+from ..kernels.backend import HeadNorms, LayerParts
 from .attention import AttentionCall
 from .coverage import UnderMode
 from .exact import is_exact
@@ -61,7 +61,7 @@ def add(x: Tensor | Residual, update: Tensor, norm: nn.Module | None) -> Tensor 
 
 
 class FusedAttention(nn.Module):
-    """Attention with the rotary embedding in one launch, to the same bits as the model's code."""
+    """Attention whose heads are normed, turned and kept in one launch, to the same bits as the model's code."""
 
     observed: AttentionCall
 
@@ -71,20 +71,30 @@ class FusedAttention(nn.Module):
         shape = *hidden_states.shape[1:-1], -1, module.head_dim
         projected = products(hidden_states, module.q_proj, module.k_proj, module.v_proj)
         q, k, v = (x.view(shape) for x in projected)
-        if hasattr(self, "q_norm"):
+        norms = _head_norms(self)
+        if norms is None and "q_norm" in self._modules:
             q = module.q_norm(q[None])[0]  # as the model's code calls it
             k = module.k_norm(k[None])[0]
         cos, sin = (t[0] for t in position_embeddings)
         assert cos.shape[-1] == module.head_dim, "a rotary embedding of part of a head"
-        q, k = ops.backend(q.device).rotary(q, k, cos, sin)
-        scaling, window = self.observed.scaling, self.observed.window
-        out, _ = ops.paged_attention(q, k, v, kv_caches[module.layer_idx], layout, scaling, window)
+        kernels, cache = ops.backend(q.device), kv_caches[module.layer_idx]
+        q = kernels.place_heads(q, k, v, norms, (cos, sin), layout, cache)
+        out, _ = kernels.attention(q, *cache, layout, self.observed.scaling, self.observed.window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
 def _unobserved(*modules: Any) -> bool:
     """True if nobody has put a hook on one of the modules."""
     return not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def _head_norms(attention: Any) -> HeadNorms | None:
+    """Return the norms of queries' and keys' heads as kernels take them; None for other kinds, or watched ones."""
+    norms = [attention._modules.get(name) for name in ("q_norm", "k_norm")]
+    for norm in norms:
+        if type(norm) is not FusedNorm or not _unobserved(norm) or norm.weight.shape != (attention.head_dim,):
+            return None
+    return _weight_and_eps(norms[0]), _weight_and_eps(norms[1])
 
 
 def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
@@ -208,7 +218,7 @@ class _Call(NamedTuple):
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
 
-_NORMS = "input_layernorm", "post_attention_layernorm"  # of a layer that may be fused
+_NORMS = "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"  # of a layer or attention, may be fused
 
 
 def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
@@ -220,12 +230,12 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     norm = getattr(base, "norm", None)
     parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
     calls = _recorded(run, [part for part in (*parts, norm) if part is not None])
+    for each in (norm, *(getattr(part, name, None) for part in parts for name in _NORMS)):
+        if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
+            each.__class__ = FusedNorm
     for layer in base.layers:
         if hasattr(layer, "self_attn"):
             _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
-    for each in (norm, *(getattr(layer, name, None) for layer in base.layers for name in _NORMS)):
-        if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
-            each.__class__ = FusedNorm
     following: tuple = (norm, (base, "norm")) if isinstance(norm, FusedNorm) else ()
     for layer in reversed(base.layers):
         fused = _fuse_if_equal(layer, FusedLayer, calls[layer])

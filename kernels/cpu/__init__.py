@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from ..backend import LayerParts
 from ..layout import PagedLayout
-from .attention import BLOCK, attention, new_kv_cache, share_reads, tile_tokens, work_items, write_kv
+from .attention import BLOCK, attention, new_kv_cache, place_heads, share_reads, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
 from .elementwise import (
     ACTIVATIONS,
@@ -18,7 +18,6 @@ from .elementwise import (
     gated_halves,
     rms_norm,
     rms_norm_backward,
-    rotary,
     rotary_tables,
 )
 from .experts import (
@@ -83,9 +82,8 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
         lambda: rms_norm(stored, stored[0], 1e-5),
         lambda: add_rms_norm(stored, stored, stored[0], 1e-5),
         lambda: gated_activation(stored, stored, "silu"),
-        lambda: rotary(kv, kv, stored, stored),
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
-        lambda: write_kv(kv, kv, layout, *cache),
+        lambda: place_heads(kv, kv, kv, (norm, norm), (stored, stored), layout, cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
         lambda: decoder_layer(stored, stored, parts, (stored, stored), cache, layout),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
@@ -136,10 +134,10 @@ __all__ = [
     "pack_experts",
     "pack_low_rank",
     "packed_rows",
+    "place_heads",
     "plan_experts",
     "rms_norm",
     "rms_norm_backward",
-    "rotary",
     "rotary_tables",
     "row_sums",
     "sample",

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numba import float32, prange
 
+from ..backend import HeadNorms
 from ..layout import PagedLayout
-from .elementwise import exp
+from .elementwise import exp, rms_norm, rotary
 from .jit import inline, own_storage, parallel
 from .simd import LANES, fma, matmul_one, matmul_two
 
@@ -165,6 +166,24 @@ def write_kv(
     """Write k and v [T, kv_heads, head_dim], in the cache's dtype, to the layout's slots in the cache."""
     keys, values, *caches = map(own_storage, (k.contiguous(), v.contiguous(), k_cache, v_cache))
     _write_kv(keys, values, layout.slot_mapping, *caches)
+
+
+def place_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    norms: HeadNorms | None,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    layout: PagedLayout,
+    cache: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Return q [T, heads, D], normed and turned; write k, treated alike, and v to the cache. See `Backend`."""
+    if norms is not None:
+        given = zip((q, k), norms, strict=True)
+        q, k = (rms_norm(x.reshape(-1, x.shape[2]), *norm)[0].view(x.shape) for x, norm in given)
+    q, k = rotary(q, k, *tables)
+    write_kv(k, v, layout, *cache)
+    return q
 
 
 def tile_tokens(group: int) -> int:

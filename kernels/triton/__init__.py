@@ -28,7 +28,6 @@ from .elementwise import (
     gated_halves,
     rms_norm,
     rms_norm_backward,
-    rotary,
     rotary_tables,
 )
 from .experts import (
@@ -41,6 +40,7 @@ from .experts import (
     plan_experts,
 )
 from .functions import row_sums, softmax, top_k, unary
+from .heads import place_heads
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
 from .sampling import sample
@@ -217,10 +217,10 @@ __all__ = [
     "pack_experts",
     "pack_low_rank",
     "packed_rows",
+    "place_heads",
     "plan_experts",
     "rms_norm",
     "rms_norm_backward",
-    "rotary",
     "rotary_tables",
     "row_sums",
     "sample",

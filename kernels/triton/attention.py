@@ -173,6 +173,12 @@ def _merge_segments(
     _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
 
 
+@triton.jit
+def cache_row(slot, head, kv_heads, BLOCK: tl.constexpr):
+    """Return the row of the cache, seen as [rows, head_dim], that is a slot's for a KV head."""
+    return (slot // BLOCK * kv_heads + head) * BLOCK + slot % BLOCK
+
+
 @triton.jit(do_not_specialize_on_alignment=_INDEX)
 def _write_kv(
     k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, kv_heads,
@@ -182,7 +188,7 @@ def _write_kv(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mask = d < tl.where(slot >= 0, DIM, 0)  # padding has no slot
-    place = ((slot // BLOCK * kv_heads + head) * BLOCK + slot % BLOCK) * DIM + d
+    place = cache_row(slot, head, kv_heads, BLOCK) * DIM + d
     tl.store(k_cache + place, tl.load(k + token * stride_k + head * DIM + d, mask=mask), mask=mask)
     tl.store(v_cache + place, tl.load(v + token * stride_v + head * DIM + d, mask=mask), mask=mask)
 
@@ -205,7 +211,7 @@ def new_kv_cache(
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
-def _rows_dense(t: torch.Tensor) -> torch.Tensor:
+def rows_dense(t: torch.Tensor) -> torch.Tensor:
     """Return [T, heads, D] whose heads lie side by side; the stride from token to token is free."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
@@ -215,7 +221,7 @@ def write_kv(k, v, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: t
 
     slot_mapping: block * BLOCK + offset, int32 [T]; where it is -1, nothing is written.
     """
-    k, v = _rows_dense(k), _rows_dense(v)
+    k, v = rows_dense(k), rows_dense(v)
     tokens, kv_heads, dim = k.shape
     launch(
         _write_kv, (tokens, kv_heads), k, v, slot_mapping, k_cache, v_cache, k.stride(0), v.stride(0), kv_heads,

@@ -1,4 +1,4 @@
-"""RMSNorm, gated activations, rotary embeddings: fp32 inside (rotary angles fp64), one rounding to the storage dtype.
+"""RMSNorm, gated activations, rotary tables: fp32 inside (rotary angles fp64), one rounding to the storage dtype.
 
 A norm's row is summed by one program whose block and warps follow from its width alone, so its tree does too.
 """
@@ -17,6 +17,13 @@ _ROWS = 32  # that one program of a backward pass sums
 
 
 @triton.jit
+def norm_scale(values, width, eps):
+    """Return 1 / sqrt(mean(x^2) + eps) of a row."""
+    mean = tl.sum(values * values, 0) / width
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
 def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
@@ -26,8 +33,7 @@ def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr
         values = values + tl.load(update + row * width + j, mask=mask, other=0.0).to(tl.float32)
         tl.store(total + row * width + j, values.to(total.dtype.element_ty), mask=mask)
         values = values.to(total.dtype.element_ty).to(tl.float32)
-    mean = tl.sum(values * values, 0) / width
-    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    scale = norm_scale(values, width, eps)
     scaled = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32) * (values * scale)
     tl.store(out + row * width + j, scaled.to(out.dtype.element_ty), mask=mask)
     tl.store(rstd + row, scale)
@@ -186,42 +192,3 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: floa
     """Return cos and sin, fp32 [T, 2 F], of the fp32 products positions [T] * inv_freq [F], evaluated in fp64."""
     angle = (positions.float()[:, None] * inv_freq[None, :]).double()
     return tuple((f(angle) * scaling).float().repeat(1, 2) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
-
-
-@triton.jit
-def _rotary(q, k, cos, sin, q_out, k_out, stride_q, stride_k, heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Turn one head of one token as the model's code does: each product and the sum rounded to the storage dtype."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source, target = q + token * stride_q + head * DIM, q_out + (token * heads + head) * DIM
-    if head >= heads:
-        head = head - heads
-        source, target = k + token * stride_k + head * DIM, k_out + (token * kv_heads + head) * DIM
-    kind = q.dtype.element_ty
-    j = tl.arange(0, HALF)
-    mask = j < DIM // 2
-    low, high = tl.load(source + j, mask=mask), tl.load(source + DIM // 2 + j, mask=mask)
-    low, high = low.to(tl.float32), high.to(tl.float32)
-    place = token * DIM + j
-    c_low, s_low = tl.load(cos + place, mask=mask).to(tl.float32), tl.load(sin + place, mask=mask).to(tl.float32)
-    c_high = tl.load(cos + place + DIM // 2, mask=mask).to(tl.float32)
-    s_high = tl.load(sin + place + DIM // 2, mask=mask).to(tl.float32)
-    new_low = (low * c_low).to(kind).to(tl.float32) + (-high * s_low).to(kind).to(tl.float32)
-    new_high = (high * c_high).to(kind).to(tl.float32) + (low * s_high).to(kind).to(tl.float32)
-    tl.store(target + j, new_low.to(kind), mask=mask)
-    tl.store(target + DIM // 2 + j, new_high.to(kind), mask=mask)
-
-
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous.
-
-    The bits are those of transformers' `apply_rotary_pos_emb`, in one launch.
-    """
-    tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    q, k = (t if t.stride(2) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k))
-    outs = q.new_empty(q.shape), k.new_empty(k.shape)
-    launch(
-        _rotary, (tokens, heads + kv_heads), q, k, cos.contiguous(), sin.contiguous(), *outs,
-        q.stride(0), k.stride(0), heads, kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), num_warps=1,
-    )  # fmt: skip
-    return outs

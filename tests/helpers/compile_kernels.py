@@ -22,12 +22,13 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+from samebits.kernels import ops
 from samebits.kernels.backend import ExpertPlan
 from samebits.kernels.triton.schedules import Tile, tables
 
-NAMES = ("linear", "attention", "attention_backward", "elementwise", "sampling", "experts", "functions")
+NAMES = ("linear", "attention", "attention_backward", "elementwise", "heads", "sampling", "experts", "functions")
 MODULES = [import_module(f"samebits.kernels.triton.{name}") for name in NAMES]
-linear, attention, backward, elementwise, sampling, experts, functions = MODULES
+linear, attention, backward, elementwise, heads, sampling, experts, functions = MODULES
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 caught: dict[tuple, dict] = {}
 said = threading.local()  # what ptxas said last in a thread
@@ -138,17 +139,20 @@ def catch_all(capability: int) -> None:
         if capability == 80:  # the odd ones, for one GPU: a depth that no block divides, heads of strange widths
             linear.products(torch.empty(64, 100, dtype=dtype), [torch.empty(96, 100, dtype=dtype)], [None], dtype)
             shapes += [(4, 1, 20, 0), (8, 1, 96, 0)]
-        for heads, kv_heads, dim, window in shapes:
-            q, k = torch.empty(600, heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
+        for query_heads, kv_heads, dim, window in shapes:
+            q, k = torch.empty(600, query_heads, dim, dtype=dtype), torch.empty(600, kv_heads, dim, dtype=dtype)
             cache = attention.new_kv_cache(10, kv_heads, dim, dtype, torch.device("cpu"))
             ints = torch.zeros(600, dtype=torch.int32)
             items = torch.zeros(12, 5, dtype=torch.int32)
             for splits in (1, 4):
                 attention.attention(q, *cache, items, ints, ints, ints, 0.1, window, [1] * 6, 2000, splits=splits)
             attention.write_kv(k, k, ints, *cache)
-            lse = torch.empty(600, heads)
+            lse = torch.empty(600, query_heads)
             backward.attention_backward(q, k, k, q, lse, q, [600], 0.1, window)
-            elementwise.rotary(q, k, k[:, 0], k[:, 0])
+            layout = ops.packed_layout([600], query_heads // kv_heads, q.device)
+            for norms in (None, ((k[0, 0], 1e-6), (k[0, 0], 1e-6))):
+                heads.place_heads(q, k, k, norms, (k[:, 0], k[:, 0]), layout, cache)
+            elementwise.rms_norm(k[0], k[0, 0], 1e-6)
         for width, rows in ((128, 1), (128, 16), (2048, 1), (2048, 7), (2048, 32)):
             x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype)
             elementwise.rms_norm(x, weight, 1e-6)

@@ -517,18 +517,36 @@ def test_row_wise_backward(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_is_what_the_models_code_does(dtype):
+@pytest.mark.parametrize("dim", [20, 32])
+def test_heads_are_placed_to_the_bits_of_separate_kernels(dtype, dim):
+    """Norms, transformers' rotary embedding, the cache; tokens without a slot; products whose rows have gaps."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    q, k = torch.randn(9, 4, 20).to(dtype), torch.randn(9, 2, 20).to(dtype)
-    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1)
-    for table, expected in zip(tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(10), 1.1), strict=True):
+    both = wide_exponents(9, 7 * dim).to(dtype)
+    q, k, v = (t.unflatten(1, (-1, dim)) for t in both.split([4 * dim, dim, 2 * dim], 1))
+    k = torch.cat((k, k.flip(2)), 1)
+    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1)
+    for table, expected in zip(
+        tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1), strict=True
+    ):
         assert table.shape == expected.shape
     cos, sin = (t.to(dtype) for t in tables)
-    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-    for ours, other in zip(kernels.rotary(q, k, cos, sin), theirs, strict=True):
-        assert torch.equal(ours, other[0].transpose(0, 1))
+    layout = ops.packed_layout([5, 4], 2, q.device)
+    layout.slot_mapping[[3, 8]] = -1
+    norms = (torch.randn(dim).to(dtype), 1e-5), (torch.randn(dim).to(dtype), 1e-2)
+    for given in (None, norms):
+        a, b = q, k
+        if given:
+            a, b = (
+                kernels.rms_norm(x.reshape(-1, dim), *n)[0].view(x.shape) for x, n in zip((q, k), norms, strict=True)
+            )
+        turned = apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (a, b)), cos[None], sin[None])
+        a, b = (t[0].transpose(0, 1) for t in turned)
+        caches = [torch.zeros(2, 2, 2, paged.BLOCK, dim, dtype=dtype) for _ in range(2)]
+        kernels.write_kv(b, v, layout, *caches[0])
+        assert torch.equal(kernels.place_heads(q, k, v, given, (cos, sin), layout, tuple(caches[1])), a)
+        assert torch.equal(*caches) and caches[0].any()
 
 
 @pytest.mark.parametrize("part", [512, 4096])
@@ -719,6 +737,7 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
     ("_attention", {"DIM": 128, "BLOCK_M": 128}, 255, 1, 32),
     ("_merge_segments", {"DIM": 128}, 64, 32, 0),
     ("_rms_norm", {}, 64, 8, 0),
+    ("_place_heads", {}, 64, 32, 0),
 ]
 
 
@@ -745,13 +764,19 @@ def test_kernels_compile(capability, tmp_path):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
-        "_rms_norm_backward", "_gated_backward", "_rotary", "_peaks", "_thresholds", "_sums", "_finish",
+        "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_sums", "_finish",
         "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
     if capability == 90:
         check_hot_kernels(compiled)
     norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
+    trees = {
+        ("*bf16" in c["dtypes"], c["constants"]["BLOCK"]): c["sum"] for c in compiled if c["kernel"] == "_rms_norm"
+    }
+    heads = [c for c in compiled if c["kernel"] == "_place_heads" and c["constants"]["NORM"]]
+    for c in heads:
+        assert c["sum"] == trees["*bf16" in c["dtypes"], c["constants"]["BLOCK"]], f"another tree than a norm's: {c}"
     sums = Counter((c["kernel"], *c["dtypes"], *c["constants"].items()) for c in compiled)
     for c in compiled:
         assert c["heard"] and not c["warnings"], f"ptxas says that matrix instructions wait for each other: {c}"
@@ -768,7 +793,7 @@ def test_kernels_compile(capability, tmp_path):
         if c["kernel"] in ("_linear", "_grouped") and c["constants"]["EVEN_K"]:
             assert not c["scalar_loads"], f"loads of one element: {c}"
         assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
-        exact = "_linear", "_linear_persistent", "_rms_norm", "_grouped", "_combine"
+        exact = "_linear", "_linear_persistent", "_rms_norm", "_place_heads", "_grouped", "_combine"
         if c["kernel"] in exact and "*bf16" in c["dtypes"]:
             assert not c["contracted"], f"a * b + c was fused: {c}"
         if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish", "_softmax", "_row_sums"):
