@@ -30,12 +30,13 @@ class SchedulerStats:
 class Batch:
     """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on.
 
-    tokens_left, sequences_left: how many more it may have.
+    tokens_left, sequences_left: how many more it may have. split: a long prompt left tokens to other calls.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens_left: int = 0
     sequences_left: int = 0
+    split: bool = False
 
     @property
     def full(self) -> bool:
@@ -100,6 +101,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.calls: dict[Hashable, Call] = {}  # that have unfinished sequences, in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
+        self._ranks: tuple[list[Sequence], list[Sequence]] | None = None  # of those that run, until these change
         self.num_waiting = 0
         self.block_copies: list[tuple[int, int]] = []  # (source, destination), due before the next step's writes
         self.stats = SchedulerStats()
@@ -125,12 +127,14 @@ class Scheduler:
             self.speculator.begin_step(len(self.running), rows)
         firsts, others = self._ranked()
         self._continue(batch, firsts)
-        if self.num_waiting and all(seq.status is SequenceStatus.RUNNING for seq in firsts):
-            self._admit_firsts(batch, [seq for seq in others if seq.status is SequenceStatus.RUNNING])
+        still, victims = self._ranked()
+        if len(still) == len(firsts) < len(self.calls):  # no first was preempted, and a call has none
+            self._admit_firsts(batch, victims.copy())
         self._continue(batch, others)
-        if self.num_waiting and self.stats.preemptions == preemptions:
+        if self.num_waiting and self.stats.preemptions == preemptions and len(self.running) < self.max_num_seqs:
             self._admit_rest(batch)
-        self._share_rest(batch)
+        if batch.split:
+            self._share_rest(batch)
         if not batch.sequences and self.has_work:
             heads = [*self.running, *next(iter(self.calls.values())).waiting[:1]]
             assert any(seq.num_pending for seq in heads), "nothing scheduled though there is work"
@@ -138,23 +142,24 @@ class Scheduler:
 
     def _ranked(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that are their call's first, and the others; both in order of arrival."""
-        firsts: list[Sequence] = []
-        others: list[Sequence] = []
-        seen: set[Hashable] = set()
-        for seq in self.running:
-            (others if seq.call in seen else firsts).append(seq)
-            seen.add(seq.call)
-        return firsts, others
+        if self._ranks is None:
+            firsts: dict[Hashable, Sequence] = {}
+            others = [seq for seq in self.running if firsts.setdefault(seq.call, seq) is not seq]
+            self._ranks = list(firsts.values()), others
+        return self._ranks
 
     def _continue(self, batch: Batch, sequences: list[Sequence]) -> None:
         """Add running sequences to the batch, in this order; what lacks blocks takes them from the last by rank."""
         for seq in sequences:
             if batch.full:
                 return
-            if seq.status is not SequenceStatus.RUNNING or self._waits(seq):  # preempted for another one, just now
+            if seq.status is not SequenceStatus.RUNNING:  # preempted for another one, just now
+                continue
+            if seq.num_pending and self._waits(seq):
                 continue
             tokens = self._tokens_for(batch, seq, seq.num_cached_tokens)
-            self._draft(seq, batch.tokens_left)
+            if self.speculator is not None:
+                self._draft(self.speculator, seq, batch.tokens_left)
             while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 self.preempt_last()
                 if seq.status is not SequenceStatus.RUNNING:
@@ -203,6 +208,7 @@ class Scheduler:
         wanted = seq.num_tokens - start
         if wanted <= self.max_num_batched_tokens or len(self.calls) == 1:
             return min(wanted, batch.tokens_left)
+        batch.split = True
         return max(1, (batch.tokens_left - len(self.running)) // 2)  # each of those that run may want one
 
     def _share_rest(self, batch: Batch) -> None:
@@ -215,20 +221,18 @@ class Scheduler:
                 batch.tokens_left -= more
 
     def _waits(self, seq: Sequence) -> bool:
-        """True if a token under way is the sequence's last one, or has to be known first."""
-        if seq.num_pending == 0:
-            return False
+        """True if the token under way is the sequence's last one, or has to be known first."""
         last = seq.num_tokens - seq.num_prompt_tokens >= seq.max_tokens
         drafts = bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
         return last or drafts or seq.needs_tokens or not self.async_scheduling
 
-    def _draft(self, seq: Sequence, budget: int) -> None:
+    def _draft(self, speculator: Speculator, seq: Sequence, budget: int) -> None:
         """Set the draft of a running sequence whose last token is computed now: in the budget, and in free blocks."""
         seq.draft = []
         room = budget - (seq.num_tokens - seq.num_cached_tokens)
-        if self.speculator is None or room < 1 or seq.num_pending or seq.needs_tokens:
+        if room < 1 or seq.num_pending or seq.needs_tokens:
             return
-        draft = self.speculator.draft(seq)[:room]
+        draft = speculator.draft(seq)[:room]
         if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
             seq.draft = draft
 
@@ -253,6 +257,7 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=_arrival)
+        self._ranks = None
         self.calls[seq.call].num_running += 1
 
     def _stop(self, seq: Sequence) -> None:
@@ -264,6 +269,7 @@ class Scheduler:
         del queue[place]
         if running:
             call.num_running -= 1
+            self._ranks = None
         else:
             self.num_waiting -= 1
         self.blocks.free(seq)
@@ -280,8 +286,9 @@ class Scheduler:
         self.block_copies.clear()
         self.stats.steps += 1
         for seq in batch.sequences:
-            prompt_left = max(0, seq.num_prompt_tokens - seq.num_cached_tokens)
-            self.stats.prompt_tokens_computed += min(seq.num_scheduled_tokens, prompt_left)
+            prompt_left = seq.num_prompt_tokens - seq.num_cached_tokens
+            if prompt_left > 0:
+                self.stats.prompt_tokens_computed += min(seq.num_scheduled_tokens, prompt_left)
             seq.num_cached_tokens += seq.num_scheduled_tokens - len(seq.draft)
             seq.num_scheduled_tokens = 0
             self.stats.draft_tokens += len(seq.draft)
