@@ -12,20 +12,37 @@ import argparse
 import functools
 import pathlib
 import random
+import statistics
 import time
 
 from samebits import LLM, SamplingParams
 
+ROUNDS = 5  # of a workload whose prompts are new each time
 QUESTIONS = (
     "What is the capital of France?",
     "Write a Python function that reverses a string.",
     "What is 17 + 25? Think step by step.",
     "List the first ten prime numbers.",
 )
-COPY = (
-    "Copy this text and change nothing: The quick brown fox jumps over the lazy dog. Pack my box with five dozen "
-    "liquor jugs. How vexingly quick daft zebras jump! Sphinx of black quartz, judge my vow.\nThe quick brown fox"
+SENTENCES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Pack my box with five dozen liquor jugs.",
+    "How vexingly quick daft zebras jump!",
+    "Sphinx of black quartz, judge my vow.",
 )
+
+
+def copy(number: int) -> str:
+    """Return a prompt whose answer repeats it: the sentences in an order of this number's."""
+    order = random.Random(number).sample(SENTENCES, len(SENTENCES))
+    start = " ".join(order[0].split()[:4])
+    return f"Copy this text and change nothing: {' '.join(order)}\n{start}"
+
+
+def noise(number: int) -> list[list[int]]:
+    """Return two prompts of tokens in no order."""
+    rng = random.Random(number)
+    return [[rng.randrange(10, 49_000) for _ in range(40)] for _ in range(2)]
 
 
 def generate(llm: LLM, prompts: list, params: list[SamplingParams]) -> tuple[list, int, float]:
@@ -138,26 +155,37 @@ def main() -> None:
 
 
 def compare(plain: LLM, drafting: LLM, questions: list, tokens: int) -> None:
-    """Run each workload on both engines."""
-    noise = [[number * 37 + 11 for number in range(40)], [number * 91 + 7 for number in range(40)]]
+    """Run each workload on both engines, which begin in turn; of several rounds the median ratio is printed."""
+    streams = [[copy(number)] for number in range(ROUNDS)]
+    adverse = [noise(number) for number in range(ROUNDS)]
     workloads = (  # in this order: later ones find the rollouts of earlier ones
-        ("new prompts, T=1", questions, 1.0, 1, 2),
-        ("the same seeds again, T=1", questions, 1.0, 1, 2),
-        ("other seeds, T=1", questions, 1.0, 2, 2),
-        ("other seeds, T=0.6", questions, 0.6, 3, 2),
-        ("one greedy stream that copies", [COPY], 0.0, 4, 1),
-        ("nothing repeats, T=1.5", noise, 1.5, 5, 2),
+        ("new prompts, T=1", [questions], 1.0, 1, 2),
+        ("the same seeds again, T=1", [questions], 1.0, 1, 2),
+        ("other seeds, T=1", [questions], 1.0, 2, 2),
+        ("other seeds, T=0.6", [questions], 0.6, 3, 2),
+        ("one greedy stream that copies", streams, 0.0, 4, 1),
+        ("nothing repeats, T=1.5", adverse, 1.5, 5, 2),
     )
-    print("| workload | steps | with drafts | seconds | with drafts |\n|---|---|---|---|---|")
-    for name, prompts, temperature, seed, n in workloads:
-        params = [
-            SamplingParams(n=n, temperature=temperature, max_tokens=tokens, seed=100 * seed + i, ignore_eos=True)
-            for i in range(len(prompts))
-        ]
-        expected, steps, seconds = generate(plain, prompts, params)
-        found, fewer, less = generate(drafting, prompts, params)
-        assert found == expected, "a draft changed a bit"
-        print(f"| {name} | {steps} | {fewer} | {seconds:.2f} | {less:.2f} |", flush=True)
+    for llm in (plain, drafting):
+        generate(llm, noise(-1), [SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)] * 2)
+    print("| workload | rounds | steps | with drafts | seconds | with drafts | ratio |\n|---|---|---|---|---|---|---|")
+    for name, rounds, temperature, seed, n in workloads:
+        found = []
+        for number, prompts in enumerate(rounds):
+            params = [
+                SamplingParams(n=n, temperature=temperature, max_tokens=tokens, seed=100 * seed + i, ignore_eos=True)
+                for i in range(len(prompts))
+            ]
+            order = [drafting, plain] if number % 2 else [plain, drafting]
+            results = {llm is drafting: generate(llm, prompts, params) for llm in order}
+            assert results[True][0] == results[False][0], "a draft changed a bit"
+            found.append((*results[False][1:], *results[True][1:]))
+        steps, seconds, fewer, less = (sum(column) / len(found) for column in zip(*found, strict=True))
+        ratio = statistics.median(row[3] / row[1] for row in found)
+        print(
+            f"| {name} | {len(rounds)} | {steps:.0f} | {fewer:.0f} | {seconds:.2f} | {less:.2f} | {ratio:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

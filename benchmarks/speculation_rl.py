@@ -4,18 +4,22 @@ python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | FILE.j
 
 MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`.
 The curves are compared as bits. Printed: rollout seconds of the steps at which more than half of the answers were
-right, and seconds of a validation with fixed seeds, ten updates after another one.
+right, and seconds of validations with fixed seeds, each ten updates after the one before it. Both engines warm up
+first, and which run begins alternates.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 
-from samebits import SamplingParams
+from samebits import LLM, SamplingParams
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
 
 GAP = 10  # updates between validations
+
+Pair = tuple[float, float]  # seconds without drafts, and with them
 
 
 def trainer(args: argparse.Namespace, drafts: bool) -> Trainer:
@@ -67,36 +71,62 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def warm_up(llm: LLM) -> None:
+    """Run what compiles kernels or fills caches before a time counts."""
+    params = SamplingParams(n=16, max_tokens=32, seed=1, ignore_eos=True)
+    llm.generate([[2, 3, 4, 5]] * 4, params, use_tqdm=False)
+    llm.reset_prefix_cache()
+
+
+def in_turn(runs: dict[str, Trainer], turn: int) -> list[str]:
+    """Return the runs' names, in another order every second time."""
+    return list(runs)[:: -1 if turn % 2 else 1]
+
+
+def validate_both(args: argparse.Namespace, runs: dict[str, Trainer], temperature: float, turn: int) -> Pair:
+    """Return the seconds of a validation without drafts and with them."""
+    found = {name: validate(runs[name], args.validation, temperature) for name in in_turn(runs, turn)}
+    assert found["with"][0] == found["without"][0], "a draft changed a bit"
+    return found["without"][1], found["with"][1]
+
+
+def summary(pairs: list[Pair]) -> str:
+    """Both sums of seconds, their ratio, and the median of the pairs' ratios."""
+    without = sum(pair[0] for pair in pairs)
+    drafting = sum(pair[1] for pair in pairs)
+    median = statistics.median(pair[1] / pair[0] for pair in pairs)
+    return f"{drafting:.2f} / {without:.2f} s = {drafting / without:.2f}; median of {len(pairs)} ratios {median:.2f}"
+
+
 def main() -> None:
     """Train both runs, compare their curves as bits, and print the ratios of their times."""
     args = parse()
     runs = {"without": trainer(args, False), "with": trainer(args, True)}
-    seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
-    steps = 0
+    for one in runs.values():
+        warm_up(one.llm)
+    checks: dict[float, list[Pair]] = {0.0: [], 1.0: []} if args.validation else {}
+    for temperature in checks:  # the first answers to draft from
+        validate_both(args, runs, temperature, 0)
+    better: list[Pair] = []
     for step in range(args.steps):
-        order = list(runs)[:: 1 if step % 2 else -1]
-        found = {name: runs[name].step() for name in order}
+        found = {name: runs[name].step() for name in in_turn(runs, step)}
         assert without_times(found["with"]) == without_times(found["without"]), "a draft changed a bit"
-        both = [found[name]["rollout_seconds"] for name in runs]
+        pair = found["without"]["rollout_seconds"], found["with"]["rollout_seconds"]
         reward = found["with"]["reward"]
-        print(f"step {step}: reward {reward:.3f}, rollout {both[0]:.2f} s, with drafts {both[1]:.2f} s", flush=True)
+        print(f"step {step}: reward {reward:.3f}, rollout {pair[0]:.2f} s, with drafts {pair[1]:.2f} s", flush=True)
         if reward > 0.5:
-            steps += 1
-            for name in runs:
-                seconds[name] += found[name]["rollout_seconds"]
-        if args.validation and step % GAP == GAP - 1:
-            for temperature in (0.0, 1.0):
-                rewards, times = zip(
-                    *(validate(runs[name], args.validation, temperature) for name in runs), strict=True
-                )
-                assert rewards[0] == rewards[1], "a draft changed a bit"
-                ratio = f"{times[1]:.2f} / {times[0]:.2f} s = {times[1] / times[0]:.2f}"
-                print(f"validation after {step + 1} updates, T={temperature:g}: {ratio}")
+            better.append(pair)
+        if step % GAP == GAP - 1:
+            for temperature, pairs in checks.items():
+                pairs.append(validate_both(args, runs, temperature, step // GAP))
+                print(f"validation after {step + 1} updates, T={temperature:g}: {summary(pairs[-1:])}", flush=True)
     stats = runs["with"].llm.stats()
     print(f"{stats.draft_tokens} tokens drafted, {stats.accepted_tokens} accepted; all curves equal as bits")
-    if steps:
-        ratio = seconds["with"] / seconds["without"]
-        print(f"{steps} steps above one half: {seconds['with']:.2f} / {seconds['without']:.2f} s = {ratio:.2f}")
+    if better:
+        print(f"rollouts above one half: {summary(better)}")
+    for temperature, pairs in checks.items():
+        if pairs:
+            print(f"validations, T={temperature:g}: {summary(pairs)}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict, deque
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -35,15 +36,16 @@ class LiveIndex:
     """The places in growing texts after each run of tokens, for runs of `lengths`."""
 
     def __init__(self, lengths: Seq[int]):
-        self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {length: {} for length in lengths}
+        self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {n: defaultdict(list) for n in lengths}
 
     def extend(self, text: Text, tokens: Seq[int]) -> None:
         """Append tokens to a text."""
         old = len(text.tokens)
-        text.tokens += tokens
+        known = text.tokens
+        known += tokens
         for length, places in self._places.items():
-            for end in range(max(old, length), len(text.tokens)):
-                places.setdefault(tuple(text.tokens[end - length : end]), []).append((text, end))
+            for end in range(max(old, length), len(known)):
+                places[tuple(known[end - length : end])].append((text, end))
 
     def find(self, run: list[int]) -> list[Place]:
         """Return the newest places after this run, whose length is one of `lengths`."""
@@ -59,12 +61,12 @@ class StillIndex:
     def __init__(self, lengths: Seq[int], texts: list[Seq[int]]):
         tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
         self._text = Text(tokens.tolist())
-        self._hashes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._hashes: dict[int, tuple[array, array]] = {}  # by length: sorted hashes, and the place after each run
         for length in lengths:
             places = length + np.flatnonzero(tokens[length:] != END)
             hashes = _hash_runs(tokens, length)[places - length]
             order = np.argsort(hashes, kind="stable")
-            self._hashes[length] = (hashes[order], places[order])
+            self._hashes[length] = (array("Q", hashes[order].tobytes()), array("q", places[order].tobytes()))
 
     def find(self, run: list[int]) -> list[Place]:
         """Return the newest places after this run, whose length is one of `lengths`."""
@@ -72,9 +74,11 @@ class StillIndex:
         for token in run:
             wanted = (wanted * HASH_BASE + token) % 2**64
         hashes, places = self._hashes[len(run)]
-        first = int(hashes.searchsorted(np.uint64(wanted)))
-        last = int(hashes.searchsorted(np.uint64(wanted), "right"))
-        return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last].tolist()]
+        first = bisect_left(hashes, wanted)
+        if hashes[first : first + 1] != array("Q", [wanted]):
+            return []
+        last = bisect_right(hashes, wanted, first)
+        return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last]]
 
 
 def _hash_runs(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -137,7 +141,6 @@ class SuffixDrafter:
         cursor = self._cursors.get(seq.seq_id)
         if cursor is None:
             cursor = self._cursors[seq.seq_id] = self._enter(seq)
-        self._follow(cursor, seq)
         twin = cursor.group.twins.get((seq.seed, seq.sample_index))
         known = seq.num_completion_tokens
         if twin is not None and known < len(twin):
@@ -145,6 +148,9 @@ class SuffixDrafter:
             if twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :]):
                 tokens = [*twin[known : known + limit]]
                 return tokens, [1.0] * len(tokens)
+        self._take_in(cursor, seq)  # not before: the twin's own text is known
+        if not any(i < len(text.tokens) for text, i in cursor.places):
+            cursor.places = self._find(cursor)
         return _most_common(cursor.places, limit)
 
     def finish(self, seq: Sequence) -> None:
@@ -176,8 +182,8 @@ class SuffixDrafter:
         group.live += 1
         return Cursor(key, group, Text(tail), seq.num_prompt_tokens)
 
-    def _follow(self, cursor: Cursor, seq: Sequence) -> None:
-        """Take in a sequence's new tokens. Places that went on otherwise are left; where none stays, find new ones."""
+    def _take_in(self, cursor: Cursor, seq: Sequence) -> None:
+        """Index a sequence's new tokens, and leave the places that went on otherwise."""
         new = seq.token_ids[cursor.known :]
         if new:
             cursor.group.index.extend(cursor.text, new)
@@ -185,18 +191,20 @@ class SuffixDrafter:
             went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
             cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
             cursor.known += length
-        if not any(i < len(text.tokens) for text, i in cursor.places):
-            cursor.places = self._find(cursor)
 
     def _find(self, cursor: Cursor) -> list[Place]:
         """Return the places after the longest run that ends the sequence and is known."""
-        for length in self.lengths:
+        best: list[Place] = []
+        for length in reversed(self.lengths):  # no longer run is known where a shorter one isn't
             run = cursor.text.tokens[-length:]
-            if len(run) == length:
-                old = [] if cursor.group.still is None else cursor.group.still.find(run)
-                if found := old + cursor.group.index.find(run):
-                    return found[-MAX_PLACES:]
-        return []
+            if len(run) < length:
+                break
+            old = [] if cursor.group.still is None else cursor.group.still.find(run)
+            found = old + cursor.group.index.find(run)
+            if not found:
+                break
+            best = found
+        return best[-MAX_PLACES:]
 
     def _keep(self, key: bytes, stream: Stream, rollout: array) -> None:
         rollouts = self._history.setdefault(key, deque())
@@ -221,9 +229,10 @@ def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float
             tokens += ahead[0][number:]
             shares += [1.0] * (len(tokens) - number)
             break
-        token, count = Counter(after[number] for after in ahead).most_common(1)[0]
+        following = [after[number] for after in ahead]
+        token = max(dict.fromkeys(following), key=following.count)
         tokens.append(token)
-        shares.append(count / len(ahead))
+        shares.append(following.count(token) / len(ahead))
         ahead = [after for after in ahead if after[number] == token]
     return tokens, shares
 
