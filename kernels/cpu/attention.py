@@ -21,12 +21,13 @@ from ..backend import HeadNorms
 from ..layout import PagedLayout
 from .elementwise import exp, rms_norm, rotary
 from .jit import inline, own_storage, parallel
-from .simd import LANES, fma, matmul_one, matmul_two
+from .simd import LANES, fma, matmul_one, matmul_two, pairwise
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
 _MASKED = float32(-3.0e38)  # finite: two of them differ by 0
 _ZERO, _ONE = float32(0.0), float32(1.0)
+block_max, block_sum = pairwise(BLOCK, "max"), pairwise(BLOCK, "sum")
 
 
 def padded_dim(head_dim: int) -> int:
@@ -48,29 +49,26 @@ def _product(a, b, depth, c, rows, following):
 
 
 @inline
-def _softmax_step(s, tree, low, high, scale, m, l):
-    """Turn scores into weights relative to the new maximum; return (maximum, sum, factor for what came before)."""
+def _softmax_step(s, r, low, high, scale, m, l):
+    """Turn scores s[r] into weights relative to the new maximum; return (maximum, sum, factor for what came before).
+
+    Loops over all keys have no condition, so that they become vectors; few blocks have a masked key.
+    """
+    row = s.ctypes.data + 4 * BLOCK * r
+    masked = low > 0 or high < BLOCK
     for j in range(BLOCK):
-        s[j] = s[j] * scale if low <= j < high else _MASKED
-    for j in range(BLOCK // 2):
-        tree[j] = max(s[j], s[j + BLOCK // 2])
-    width = BLOCK // 4
-    while width > 0:
-        for j in range(width):
-            tree[j] = max(tree[j], tree[j + width])
-        width //= 2
-    new = max(m, tree[0])
+        s[r, j] *= scale
+    if masked:
+        for j in range(BLOCK):
+            s[r, j] = s[r, j] if low <= j < high else _MASKED
+    new = max(m, block_max(row))
     for j in range(BLOCK):
-        s[j] = exp(s[j] - new) if low <= j < high else _ZERO
-    for j in range(BLOCK // 2):
-        tree[j] = s[j] + s[j + BLOCK // 2]
-    width = BLOCK // 4
-    while width > 0:
-        for j in range(width):
-            tree[j] = tree[j] + tree[j + width]
-        width //= 2
+        s[r, j] = exp(s[r, j] - new)
+    if masked:
+        for j in range(BLOCK):
+            s[r, j] = s[r, j] if low <= j < high else _ZERO
     factor = exp(m - new)
-    return new, fma(l, factor, tree[0]), factor
+    return new, fma(l, factor, block_sum(row)), factor
 
 
 @inline
@@ -88,7 +86,6 @@ def attend(
     o = np.empty((most, width), np.float32)
     m = np.empty(most, np.float32)
     l = np.empty(most, np.float32)
-    tree = np.empty(BLOCK // 2, np.float32)
     for work in range(program, items.shape[0] * kv_heads, programs):
         first, count, sequence = items[work // kv_heads]
         head = work % kv_heads
@@ -110,9 +107,7 @@ def attend(
             for r in range(rows):
                 here = position + r // group
                 low = max(0, here - window + 1 - base) if window > 0 else 0
-                m[r], l[r], factor = _softmax_step(
-                    s[r], tree, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r]
-                )
+                m[r], l[r], factor = _softmax_step(s, r, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r])
                 if factor != _ONE:
                     for j in range(width):
                         o[r, j] *= factor

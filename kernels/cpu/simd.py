@@ -108,6 +108,37 @@ def narrow(typingctx, x, like):
     return like(types.float32, like), codegen
 
 
+def pairwise(size: int, kind: str):
+    """Make the op that folds `size` fp32 at an address by a pairwise tree: the first half with the second, and so on.
+
+    kind: "sum" or "max". size: a power of two.
+    """
+
+    @intrinsic
+    def fold(typingctx, address):
+        def codegen(context, builder, signature, args):
+            whole = ir.VectorType(_F32, size)
+            x = builder.load(builder.inttoptr(args[0], whole.as_pointer()))
+            x.align = 4
+            for width in _halvings(size):
+                a, b = (_lanes(builder, x, range(at, at + width)) for at in (0, width))
+                x = builder.fadd(a, b) if kind == "sum" else builder.select(builder.fcmp_ordered(">", b, a), b, a)
+            return builder.extract_element(x, _I32(0))
+
+        return types.float32(types.int64), codegen
+
+    return fold
+
+
+def _halvings(size: int) -> list[int]:
+    return [size >> n for n in range(1, size.bit_length())]
+
+
+def _lanes(builder, x, lanes):
+    indices = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), indices)
+
+
 def _load_vector(builder, address, stored: str):
     """Load LANES elements as fp32."""
 
@@ -296,7 +327,8 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
         block = FEW_DEPTH if passes <= FEW_PASSES else MANY_DEPTH
         fetching = min(passes, FEW_PASSES)
         lines = -(-(size if passes == 1 else 4) * width // CACHE_LINE)  # that a tile fetches for each k
-        scratch = np.empty((min(block, depth) if halves and passes > 1 else 0, width), np.float32)
+        if halves and passes > 1:
+            scratch = np.empty((min(block, depth), width), np.float32)
         for k in range(0, depth, block):
             part = min(block, depth - k)
             here, stride = address + size * stride_b * k, stride_b
