@@ -77,9 +77,10 @@ class FusedAttention(nn.Module):
             k = module.k_norm(k[None])[0]
         cos, sin = (t[0] for t in position_embeddings)
         assert cos.shape[-1] == module.head_dim, "a rotary embedding of part of a head"
-        kernels, cache = ops.backend(q.device), kv_caches[module.layer_idx]
-        q = kernels.place_heads(q, k, v, norms, (cos, sin), layout, cache)
-        out, _ = kernels.attention(q, *cache, layout, self.observed.scaling, self.observed.window)
+        kernels = ops.backend(q.device)
+        k_cache, v_cache = kv_caches[module.layer_idx]
+        q = kernels.place_heads(q, k, v, norms, (cos, sin), layout, (k_cache, v_cache))
+        out, _ = kernels.attention(q, k_cache, v_cache, layout, self.observed.scaling, self.observed.window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
 
 
