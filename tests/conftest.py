@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: test_triton.py runs GPU kernels on the CPU
 if "PYTEST_XDIST_WORKER" in os.environ:  # pytest's own processes share the cores; tests of threads ask for two
@@ -14,8 +16,11 @@ import torch
 from helpers.models import make_checkpoint
 
 
-def pytest_configure():
+def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are started without
+    folder = tempfile.mkdtemp(prefix="ray")  # a Ray of its own, whatever cluster this machine is a node of
+    os.environ.update(RAY_TMPDIR=folder, RAY_ADDRESS="")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -256,9 +257,12 @@ def test_a_rendezvous_without_a_trainer_is_a_500_in_time(server):
         assert "use 'gloo'" in server.post("/init_weights_update_group", where).json()["message"]
 
 
-def test_a_group_of_a_trainer_that_is_not_there_holds_no_update_up(server, updated, new_rollout):
+def test_a_group_of_a_trainer_that_is_not_there_holds_no_update_up(server, updated, new_rollout, monkeypatch):
     where = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    waiting, reach = threading.Event(), server.service.updates._reach
+    monkeypatch.setattr(server.service.updates, "_reach", lambda *where: waiting.set() or reach(*where))
     with in_background(server.post, "/init_weights_update_group", {**where, "backend": "gloo"}) as replies:
+        assert waiting.wait(30)
         server.ok("/update_weights_from_disk", {"model_path": str(updated)})
         assert served(server) == new_rollout and not replies
     assert replies[0].status_code == 500 and "nobody listens at 127.0.0.1" in replies[0].json()["message"]
