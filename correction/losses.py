@@ -64,9 +64,15 @@ def policy_loss(
     Raises ValueError where mode, kind and correction don't go together, or log-probs are missing.
     """
     correction = correction or Correction()
-    _check(logprobs, mode, kind, correction, aggregation, divisor, clip, dual_clip)
+    require_choice("aggregation", aggregation, Aggregation)
+    if logprobs.current is None:
+        raise ValueError("a loss needs the current policy's log-probs")
+    if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
+        raise ValueError("seq-mean-token-sum-norm needs a divisor, and no other aggregation takes one")
+    check_combination(mode, kind, correction)
+    check_clip(clip, dual_clip)
     advantage = valid_advantages(logprobs, advantages)
-    assert advantage is not None and logprobs.current is not None
+    assert advantage is not None
     with torch.no_grad():
         weights, keep = correction.on_tokens(logprobs, advantage, all_reduce)
     current = logprobs.current[logprobs.mask].to(advantage.dtype)
@@ -83,11 +89,8 @@ def policy_loss(
         if kind == "sapo":
             losses = -_soft_ratio(log_ratio, advantage, soft or (1.0, 1.05)) * advantage
         elif kind == "vespo":
-            losses = (
-                -_vespo(logprobs, log_ratio.detach(), weights, advantage, soft or (2.0, 3.0, 3.0, 2.0))
-                * current
-                * advantage
-            )
+            shaped = _vespo(logprobs, log_ratio.detach(), weights, advantage, soft or (2.0, 3.0, 3.0, 2.0))
+            losses = -shaped * current * advantage
             applied = torch.ones_like(weights)  # they are in the sequence's ratio
         else:
             losses, clipped = _clipped(kind, log_ratio, current, advantage, clip, dual_clip)
@@ -97,16 +100,6 @@ def policy_loss(
     losses = torch.where(keep, losses, 0.0)
     loss = aggregate(losses, keep, logprobs, aggregation, correction.denominator, divisor, normalizer)
     return PolicyLoss(loss, clipped, Corrected(logprobs.spread(weights.float()), logprobs.spread(keep)))
-
-
-def _check(logprobs, mode, kind, correction: Correction, aggregation, divisor, clip, dual_clip) -> None:
-    require_choice("aggregation", aggregation, Aggregation)
-    if logprobs.current is None:
-        raise ValueError("a loss needs the current policy's log-probs")
-    if (aggregation == "seq-mean-token-sum-norm") != (divisor is not None):
-        raise ValueError("seq-mean-token-sum-norm needs a divisor, and no other aggregation takes one")
-    check_combination(mode, kind, correction)
-    check_clip(clip, dual_clip)
 
 
 def check_clip(clip: tuple[float, float], dual_clip: float | None) -> None:
