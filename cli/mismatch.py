@@ -45,7 +45,7 @@ class Report:
 
 
 def scored(rollouts: Iterable[Rollout], model: PreTrainedModel, params: SamplingParams) -> Iterator[Rollout]:
-    """Each rollout with `reference` and `best_token_ids` filled in."""
+    """Yield each rollout with `reference` and `best_token_ids` filled in."""
     from ..trainer.rescore import rescore
 
     asked, waiting = itertools.tee(rollouts)

@@ -33,7 +33,7 @@ class Options(dict[str, inspect.Parameter]):
 
     @classmethod
     def of(cls, file: str, name: str, flags: dict[str, str]) -> Options:
-        """The fields of the dataclass `name` in a file of this package, but those whose default is no literal.
+        """Return the fields of the dataclass `name` in a file of this package, but those whose default is no literal.
 
         flags: short names of options, by field.
         """
@@ -51,7 +51,7 @@ class Options(dict[str, inspect.Parameter]):
         return Options({name: self[name] for name in names})
 
     def without(self, *names: str) -> Options:
-        """All fields but these."""
+        """Return all fields but these."""
         return self.only(*(name for name in self if name not in names))
 
     def with_defaults(self, **defaults: Any) -> Options:
@@ -60,7 +60,7 @@ class Options(dict[str, inspect.Parameter]):
         return Options(self | own)
 
     def changed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of the values that aren't their fields' defaults."""
+        """Return the values that differ from their fields' defaults."""
         return {name: value for name, value in values.items() if value != self[name].default}
 
 

@@ -56,7 +56,7 @@ def by_probability(found: Report, format: str = "png") -> bytes:
 
 
 def feasibility(found: Report, format: str = "png") -> bytes:
-    """What the weights of whole sequences would cost, by length."""
+    """Plot the cost of weighting whole sequences, by length."""
     summary = found.summary
     figure, ax = _figure((5.2, 3.2))
     predicted = [(2 ** (i / 4), predicted_chi2(summary["k3"], 2 ** (i / 4))) for i in range(61)]
@@ -72,7 +72,7 @@ def feasibility(found: Report, format: str = "png") -> bytes:
 
 
 def cosines(found: Calibration, format: str = "png") -> bytes:
-    """Each candidate's expected cosine, with its interval; the band is exact rollouts against exact ones."""
+    """Plot each candidate's expected cosine with its interval; the band is exact rollouts against exact ones."""
     shown = shown_candidates(found)
     figure, ax = _rows(shown, found)
     for y, a in enumerate(shown):
@@ -86,7 +86,7 @@ def cosines(found: Calibration, format: str = "png") -> bytes:
 
 
 def directions(found: Calibration, format: str = "png") -> bytes:
-    """Each candidate's direction bias, with its interval."""
+    """Plot each candidate's direction bias with its interval."""
     shown = shown_candidates(found)
     figure, ax = _rows(shown, found)
     for y, a in enumerate(shown):

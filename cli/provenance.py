@@ -1,4 +1,4 @@
-"""What made a file of rollouts, and whether it can have: model checksum, contract, sampling parameters, exact bits."""
+"""The origin of a file of rollouts, and a check of it: model checksum, contract, sampling parameters, exact bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXCLUDED = 1e-3  # share of tokens that the given filters would not have let th
 
 
 def provenance_of(checksums: dict[str, str], contract: Contract, params: SamplingParams) -> dict[str, Any]:
-    """What a record of exact rollouts says about its origin. checksums: of each tensor of the model."""
+    """Return the origin that a record of exact rollouts states. checksums: of each tensor of the model."""
     digest = hashlib.blake2b(repr(sorted(checksums.items())).encode(), digest_size=16).hexdigest()
     filters = {name: getattr(params, name) for name in _FILTERS}
     return {"model": digest, "contract": contract.hash, **filters}
@@ -108,7 +108,7 @@ def _ids(values: np.ndarray | None) -> np.ndarray:
 
 
 def _rest(rollout: Rollout) -> tuple[bytes, ...]:
-    """What equal tokens may still differ in."""
+    """Return the part of a rollout that may differ where its tokens are equal."""
     arrays = (
         rollout.old,
         rollout.current,

@@ -22,8 +22,10 @@ SHOWN = ("mean_abs", "k3", "max_abs", "chi2_token", "chi2_sequence")  # of a mis
 
 
 class ReplayReport:
-    """What an engine's experts do to its rollouts. routing: theirs against the model's own choices; own, replayed: the
-    mismatch, with the model's choices and with the engine's."""
+    """The share of an engine's mismatch that its experts cause.
+
+    routing: theirs against the model's own choices; own, replayed: the mismatch under either.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.routing = RoutingDiagnosis(sorted(routers(model)))
@@ -41,7 +43,7 @@ class ReplayReport:
 def scored_with_replay(
     rollouts: Iterable[Rollout], model: PreTrainedModel, params: SamplingParams, report: ReplayReport
 ) -> Iterator[Rollout]:
-    """Each rollout with `reference`, `best_token_ids`, and, if it says its experts, `replayed`; `report` gets these."""
+    """Yield each rollout with `reference`, `best_token_ids` and, if it has its experts, `replayed`; fill `report`."""
     asked, again, given, waiting = itertools.tee(rollouts, 4)
     vocab = model.config.vocab_size
     own = rescore(model, (pair_of(r, vocab) for r in asked), params, note_experts=True)

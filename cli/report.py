@@ -81,7 +81,7 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
 
 
 def _routing(s: dict[str, Any]) -> list[Part]:
-    """What a mixture's experts have to do with the mismatch."""
+    """Return the part on a mixture's experts and their share of the mismatch."""
     text = (
         f"The engine's experts differ from the model's in {s['sets_differ']:.2%} of all (token, layer) places, in some "
         f"layer of {s['tokens_differ']:.2%} of the tokens. Replaying the engine's (R3) would leave:"
@@ -164,7 +164,7 @@ def calibration(found: Calibrated, snippets: dict[str, str]) -> list[Part]:
 
 
 def calibration_numbers(found: Calibrated, snippets: dict[str, str]) -> dict[str, Any]:
-    """All facts of a calibration as plain data: the report's, and every candidate's exact settings."""
+    """Return all facts of a calibration as plain data: the report's, and every candidate's exact settings."""
     numbers = asdict(found.result)
     for row in numbers["assessments"]:
         row["correction"] = asdict(found.candidates[row["name"]])
@@ -173,7 +173,7 @@ def calibration_numbers(found: Calibrated, snippets: dict[str, str]) -> dict[str
 
 
 def _verdict(found: Calibrated) -> str:
-    """What to know after a minute: what to do, how sure that is, what would make it surer."""
+    """Return the lines to read first: what to do, how sure that is, what would make it surer."""
     result = found.result
     verdict = result.verdict
     reason = verdict.reason[:1].upper() + verdict.reason[1:]

@@ -47,7 +47,7 @@ class Weight:
         return self.low or 0.0, math.inf if self.high is None else self.high
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        """What becomes of ratios, elementwise."""
+        """Return the ratios with the bounds applied, elementwise."""
         low, high = self.bounds
         if self.outside == "zero":
             return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)

@@ -51,7 +51,7 @@ def policy_loss(
     centering: Tensor | None = None,
     soft: tuple[float, ...] | None = None,
 ) -> PolicyLoss:
-    """The loss of one batch, to be minimised. `logprobs.current` carries the gradient.
+    """Return the loss of one batch, to be minimised. `logprobs.current` carries the gradient.
 
     advantages: in the mask's shape, or [sequences]. kind: "ppo" (Schulman et al., 2017; GRPO is PPO with a group's
     advantages), "gspo" (sequence ratio; Zheng et al., 2025), "cispo" (clipped detached ratio; MiniMax, 2025),
@@ -162,7 +162,7 @@ def _vespo(
 
 
 def expected_score(current: Tensor, rollout: Tensor, weight: Weight | None = None) -> Tensor:
-    """A scalar per token whose gradient is E_mu[w grad log pi] over the vocabulary: what score centering takes off.
+    """Return a scalar per token with the gradient E_mu[w grad log pi] over the vocabulary, which centering takes off.
 
     current, rollout: log-probs [..., k] of the sampler's k most likely tokens under the trainer, with its gradient, and
     the engine, -inf where there are fewer; the rest of the vocabulary is taken to have the trainer's proportions.

@@ -1,4 +1,4 @@
-"""What a correction did to a batch, for a training log."""
+"""Metrics of a correction's effect on a batch, for a training log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts of a mixture two engines chose for the same tokens, and in how many places they differ."""
+"""The experts of a mixture that two engines chose for the same tokens, compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which correction, and which threshold: candidates' updates against those of exact rollouts."""
+"""The choice of a correction and its threshold: candidates' updates against those of exact rollouts."""
 
 from .assess import Assessment, Scores, Traces
 from .calibrate import Calibration, calibrate

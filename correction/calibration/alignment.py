@@ -1,4 +1,4 @@
-"""How well mean gradients agree with a reference's: U-statistics of Gram matrices, studentised bootstrap intervals.
+"""Agreement of mean gradients with a reference's: U-statistics of Gram matrices, studentised bootstrap intervals.
 
 All inner products are means over pairs of different units, so that no unit's noise counts as signal. Everything is a
 smooth function of three of them and a variance, whose influence functions give a standard error for the sample and for
@@ -200,7 +200,7 @@ def _inner(matrix: Tensor, counts: tuple[Tensor, Tensor], paired: bool) -> tuple
 
 
 def _error(ours: Tensor, theirs: Tensor, counts: tuple[Tensor, Tensor], paired: bool) -> Tensor:
-    """[R]: the standard error of a mean whose influences these are."""
+    """Return the standard error [R] of a mean with these influences."""
     if paired:
         return _variance(ours + theirs, counts[0]).sqrt()
     return (_variance(ours, counts[0]) + _variance(theirs, counts[1])).sqrt()

@@ -1,4 +1,4 @@
-"""What one correction does to a batch of scored sequences: what it keeps, and the update that is left."""
+"""The effects of one correction on a batch of scored sequences: what it keeps, and the update that is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which correction, and which threshold: every candidate's expected update against that of exact rollouts.
+"""The choice of a correction and its threshold: each candidate's expected update against that of exact rollouts.
 
 Two sets of sequences from the same prompts and weights: `traces`, sampled by the engine under test and scored by the
 trainer, and `reference`, sampled by an exact engine, whose policy-gradient estimate is unbiased. A candidate turns each

@@ -1,4 +1,4 @@
-"""Where no interval can be trusted: weights whose tail the sample has not seen."""
+"""Weights with a tail that the sample has not seen: no interval can be trusted there."""
 
 from __future__ import annotations
 

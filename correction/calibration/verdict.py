@@ -1,4 +1,4 @@
-"""What a comparison of candidates allows to say: a recommendation, several that can't be told apart, or a refusal."""
+"""The verdict on a comparison of candidates: a recommendation, several that can't be told apart, or a refusal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Verdict:
 
 
 class Limits(NamedTuple):
-    """What a verdict depends on beside the data: see `calibrate`. sequences, units: how many there are."""
+    """The settings and counts that a verdict depends on beside the data: see `calibrate`."""
 
     batch_size: int
     margin: float
@@ -131,7 +131,7 @@ def _intervention(a: Assessment) -> tuple[float, float, str]:
 
 
 def _for_half(found: Comparison, i: int, limits: Limits) -> int | None:
-    """How many sequences would bring the interval of the recommended cosine within the margin; None if it is."""
+    """Return how many sequences would bring the recommended cosine's interval within the margin; None if it is."""
     low, high = found.rows[i].interval
     half = (high - low) / 2
     return math.ceil(limits.sequences * (half / limits.margin) ** 2) if half > limits.margin else None

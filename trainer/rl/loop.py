@@ -249,8 +249,7 @@ class Trainer:
         return float(found.full_tensor() if isinstance(found, DTensor) else found)
 
     def _finite_norm(self, backward: Callable[[], object]) -> float:
-        """`_gradient_norm`; in fp16, whose range may be too small, of a loss scaled down until it is finite
-        (Micikevicius et al., 2018)."""
+        """Return the gradient's norm, of a loss scaled down until it is finite in fp16 (Micikevicius et al., 2018)."""
         scale = self.loss_scale
         norm = self._gradient_norm()
         while not norm < math.inf and self.loss_scale > 1:

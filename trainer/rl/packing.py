@@ -1,4 +1,4 @@
-"""Which sequences run together: packs of about equal cost, spread over ranks."""
+"""Packs of sequences of about equal cost, spread over ranks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class RolloutWorker:
         self._submitted = first
 
     def collect(self, first: int, last: int, ahead: int = 0) -> list[Trajectory]:
-        """All ranks' rollouts of groups [first, last), in order; `ahead` more groups are started meanwhile.
+        """Return all ranks' rollouts of groups [first, last), in order; `ahead` more groups are started meanwhile.
 
         Groups that run ahead go on under whatever weights come: each of their tokens carries its version.
         """

@@ -227,7 +227,7 @@ class MathGrader:
         return bool(found)
 
     def _ask(self, answer: str, text: str, timeout: float) -> bool | None:
-        """None if it takes too long, or dies."""
+        """Return the grader's verdict, or None if it takes too long or dies."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps([answer, text]) + "\n")
