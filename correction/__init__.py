@@ -9,7 +9,6 @@ from .diagnose import Diagnosis
 from .losses import PolicyLoss, contribution, effective_coefficients, expected_score, policy_loss
 from .metrics import correction_metrics, summarize
 from .pruning import envelope, prune_logits, replay_mask, safe_set
-from .routing import RoutingDiagnosis
 from .statistics import LogProbs, Statistic
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "Gate",
     "LogProbs",
     "PolicyLoss",
-    "RoutingDiagnosis",
     "Statistic",
     "Weight",
     "contribution",

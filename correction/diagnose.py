@@ -64,7 +64,7 @@ class Diagnosis:
             return d
         absolute = d.abs()
         lengths = logprobs.lengths
-        columns = [torch.ones_like(d), absolute, *(KERNELS[k](d) for k in ("k1", "k2", "k3")), wide(d == 0)]
+        columns = [torch.ones_like(d), absolute, *(KERNELS[k](above, below) for k in ("k1", "k2", "k3")), wide(d == 0)]
         edges = torch.tensor(PROBABILITY_EDGES, dtype=d.dtype, device=d.device)
         first = lengths.cumsum(0) - lengths
         position = torch.arange(len(d), device=d.device) - first[logprobs.segment]

@@ -164,8 +164,7 @@ class Statistic:
     def of(self, logprobs: LogProbs) -> Tensor:
         """fp64, [valid tokens] for the aggregate "token", [sequences] otherwise."""
         above, below = (logprobs.values(policy) for policy in self.ratio.split("/"))
-        kernel = KERNELS.get(self.kernel)
-        values = _OF_BOTH[self.kernel](above, below) if kernel is None else kernel(above - below)
+        values = KERNELS[self.kernel](above, below)
         return values if self.aggregate == "token" else logprobs.per_sequence(values, self.aggregate)
 
     def per_token_of(self, logprobs: LogProbs) -> Tensor:
@@ -179,15 +178,6 @@ def _k3(d: Tensor) -> Tensor:
     return d.expm1() - d  # exp(d) - 1 - d loses all digits where d is small
 
 
-KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of log ratios, elementwise
-    "log_ratio": lambda d: d,
-    "k1": torch.neg,
-    "k2": lambda d: d.square() / 2,
-    "k3": _k3,
-    "abs": torch.abs,
-}
-
-
 def _bernoulli_kls(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) and KL(q || p) of a token against all others."""
     p, q = (v.exp().clamp(*_PROBABILITY) for v in (log_p, log_q))
@@ -196,7 +186,12 @@ def _bernoulli_kls(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return p * logit_gap + base, -(q * logit_gap + base)
 
 
-_OF_BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of two log-probs, elementwise
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of log-probs of numerator and denominator, elementwise
+    "log_ratio": torch.sub,
+    "k1": lambda p, q: q - p,
+    "k2": lambda p, q: (p - q).square() / 2,
+    "k3": lambda p, q: _k3(p - q),
+    "abs": lambda p, q: (p - q).abs(),
     "binary_kl": lambda p, q: torch.maximum(*_bernoulli_kls(p, q)),
     "directed_kl": lambda p, q: torch.sign(p - q) * _bernoulli_kls(p, q)[1],
     "tv": lambda p, q: p.exp() - q.exp(),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams
 from samebits.cli import mismatch, report
-from samebits.correction import RoutingDiagnosis
+from samebits.cli.replay import RoutingDiagnosis
 from samebits.integrations.rollouts import RolloutFormatError, read_rollouts, write_rollouts
 from samebits.model.routing import routers
 from samebits.trainer import exact_model, token_logprobs
