@@ -8,7 +8,7 @@ PACKAGES := kernels model scheduler engine cluster trainer correction integratio
 help:
 	@echo "make demo       rollouts and an FSDP2 trainer, compared bit for bit (sets everything up)"
 	@echo "make test       the tests (sets everything up); test-slow adds the longer ones"
-	@echo "make test-server  the HTTP server under real clients, load and signals; the page's test needs a Chromium"
+	@echo "make test-server  the HTTP server under real clients, load and signals; the tests of pages need a Chromium"
 	@echo "make test-trainers  TRL and verl on exact rollouts, the oldest TRL too; verl in a virtual environment of its own"
 	@echo "make test-oldest  the tests under the oldest transformers, in a virtual environment of its own"
 	@echo "make lint       ruff and mypy"
@@ -41,7 +41,7 @@ test-slow: setup
 
 test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
-	$(BIN)/python -m pytest tests/server
+	$(BIN)/python -m pytest tests/server tests/cli/test_calibration.py
 
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	@mkdir -p build

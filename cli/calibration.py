@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..correction import Correction
-from ..correction.calibration import Calibration, Traces, calibrate, candidate_grid
+from ..correction.calibration import Calibration, Traces, Verdict, calibrate, candidate_grid
+from ..correction.calibration.calibrate import check_settings
 from ..correction.calibration.verdict import MARGIN, MAX_BIAS
 from ..correction.losses import Mode, check_combination
 from ..engine import SamplingParams
@@ -56,12 +57,15 @@ def calibrate_files(
     With a model both are re-scored: a reference whose log-probs are not the exact ones, bit for bit, is refused, and so
     are traces that the model can't have sampled. The order of records changes nothing.
     """
+    check_settings(batch_size, margin, max_bias)
     params = params or SamplingParams()
     own = {} if candidates is None else read_candidates(candidates, mode)
     warnings: list[str] = []
     prompts: dict[str, Rollout] = {}
     paths = [path] if reference is None else [path, reference]
     sides = [_read(p, model, params, prompts, warnings) for p in paths]
+    if len({side[0].group is None for side in sides}) > 1:
+        raise RolloutFormatError(f"{path}, {reference}: one of them has groups; expected them in both or in neither")
     sides, dropped = origin.shared_groups(*sides)
     if dropped:
         warnings.append(f"{dropped} groups are in one of the two files only, and are left out.")
@@ -78,6 +82,7 @@ def calibrate_files(
     if model is not None:
         expected = origin.expected_provenance(model, params)
         facts |= {**expected, "dtype": str(model.dtype).removeprefix("torch.")}
+        sides[0] = list(origin.check_sampling(sides[0], params))
         origin.check_engine(sides[0], path)
         if reference is not None:
             origin.check_reference(sides[1], expected)
@@ -85,11 +90,17 @@ def calibrate_files(
                 warnings.append("The reference doesn't say what made it; its log-probs are the exact ones.")
     names = {group: number for number, group in enumerate(sorted(prompts))}
     traces = [_traces(side, names, model, params, seed) for side in sides]
-    grid = candidate_grid(traces[0].logprobs, mode) | own
+    grid = candidate_grid(traces[0].logprobs, mode)
+    if taken := sorted(name for name in own.keys() & grid.keys() if own[name] != grid[name]):
+        raise ValueError(f"{candidates}: {', '.join(taken)}: a candidate of the grid's; expected another name")
+    grid |= own
     truth = traces[1] if len(traces) > 1 else None
     result = calibrate(
         traces[0], grid, truth, mode=mode, batch_size=batch_size, margin=margin, max_bias=max_bias, seed=seed
     )
+    equal = not traces[0].on_policy().logprobs.log_ratio("current/rollout").any()
+    if model is not None and equal and not traces[0].logprobs.log_ratio("old/rollout").any():
+        result = replace(result, verdict=Verdict("re-scored, all log-probs are the engine's, bit for bit", "none"))
     return Calibrated(result, grid, facts, warnings)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import yaml
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from ..engine import LLM, SamplingParams
 from ..engine.weights.spec import buckets
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 from ..model.routing import routers
-from .provenance import pair_of, provenance_of
+from .provenance import FOREIGN, check_sampling, pair_of, provenance_of
 from .replay import ReplayReport, scored_with_replay
 
 TOKENS_PER_BATCH = 1 << 18
@@ -85,6 +86,8 @@ def diagnose(
     the two policies to compare; those of staleness need the records' current_logprobs."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)
+    if model is not None:
+        rollouts = check_sampling(rollouts, params or SamplingParams())
     replay = None
     if model is not None and routers(model):
         replay = ReplayReport(model)
@@ -122,6 +125,7 @@ def diagnose(
     copied = copied and (model is None or summary["max_abs"] > 0)  # re-scored and equal: an exact engine's
     hint = "Give a --model to re-score them." if model is None else "The exact scores count here."
     warnings = [f"{_COPIED} {hint}"] if copied else []
+    warnings += [_FOREIGN] if ratio == "old/rollout" and summary["mean_abs"] > FOREIGN else []
     gap = None if model is None or copied or not gaps else max(gaps)
     return Report(summary, diagnosis.survival(), found, gap, None if replay is None else replay.summary(), warnings)
 
@@ -130,6 +134,10 @@ _COPIED = (
     "The file's old log-probs are the engine's own, bit for bit. An exact engine's are, but so are those in dumps of "
     "trainers in bypass mode (verl's bypass_mode, Miles' use_rollout_logprobs), whose tokens then read as without "
     "mismatch."
+)
+_FOREIGN = (
+    "This is more than numerics can explain. Are these the model, the temperature and the filters that the engine "
+    "sampled with, and its log-probs those after them?"
 )
 
 
@@ -202,7 +210,7 @@ def _prompt(llm: LLM, line: bytes, source: str) -> Any:
 
 
 def snippets(mode: Mode, correction: Correction) -> dict[str, str]:
-    """Configuration texts, one a framework, with what its code does otherwise; or that it can't express this."""
+    """Return a YAML text per framework, with what its code does otherwise; or that it can't express this."""
     from ..integrations import corrections as c
 
     frameworks = {
@@ -218,7 +226,6 @@ def snippets(mode: Mode, correction: Correction) -> dict[str, str]:
         except ValueError as error:
             texts[framework] = f"# {error}"
             continue
-        lines = [f"{key}: {value}" for key, value in settings.items()] or ["# the defaults"]
-        lines += [f"# {note}" for note in read(settings).notes]
-        texts[framework] = "\n".join(lines)
+        text = yaml.safe_dump(settings, sort_keys=False).strip() if settings else "# the defaults"
+        texts[framework] = "\n".join([text, *(f"# {note}" for note in read(settings).notes)])
     return texts

@@ -108,9 +108,11 @@ def kept(found: Calibration, format: str = "png") -> bytes:
 
 
 def thresholds(found: Calibration, format: str = "png") -> bytes:
-    """The expected cosine by threshold, a line per family; the families with the best cosines."""
+    """Plot the expected cosine by threshold, a line per family: the chosen one's and those with the best cosines."""
     figure, ax = _figure((5.2, 4.0))
-    families = sorted(_families(found).items(), key=lambda item: -max(c for _, c in item[1]))[:_FAMILIES]
+    chosen = {name.partition("@")[0] for name in (found.verdict.recommended or "", *found.verdict.any_of)}
+    every = sorted(_families(found).items(), key=lambda item: -max(c for _, c in item[1]))
+    families = sorted(every, key=lambda item: item[0] not in chosen)[:_FAMILIES]
     for family, members in families:
         _line(ax, members, "o-", label=family, markersize=3)
     ax.set(xscale="log", xlabel="threshold", ylabel="expected cosine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..model.stored import stored_state
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _COPY = -20.0  # nats: two draws of a less likely sequence are a copy
-_FOREIGN = 1.0  # nats: no numerical format moves log-probs as far on average; another model or temperature may
+FOREIGN = 1.0  # nats: no numerical format moves log-probs as far on average; another model or temperature may
 _EXCLUDED = 1e-3  # share of tokens that the given filters would not have let through
 
 
@@ -36,17 +36,28 @@ def expected_provenance(model: PreTrainedModel, params: SamplingParams) -> dict[
     return provenance_of({name: checksum([p.detach()]) for name, p in stored_state(model).items()}, contract, params)
 
 
+def check_sampling(rollouts: Iterable[Rollout], params: SamplingParams) -> Iterator[Rollout]:
+    """Yield the rollouts. Raises RolloutFormatError at one that says it was sampled with other parameters."""
+    for rollout in rollouts:
+        _check_origin(rollout, {name: getattr(params, name) for name in _FILTERS})
+        yield rollout
+
+
+def _check_origin(rollout: Rollout, expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        recorded = (rollout.provenance or {}).get(name, value)
+        if recorded != value:
+            raise RolloutFormatError(
+                f"{rollout.source}: it was sampled with {name} {recorded}, not {value}; expected rollouts of the given "
+                "--model with the given sampling options"
+            )
+
+
 def check_reference(rollouts: Iterable[Rollout], expected: dict[str, Any]) -> None:
     """Refuse a reference that wasn't sampled by an exact engine with this model and these parameters: every log-prob
     must be the re-scored one, bit for bit. Raises RolloutFormatError with the first token that isn't."""
     for rollout in rollouts:
-        for name, value in expected.items():
-            recorded = (rollout.provenance or {}).get(name, value)
-            if recorded != value:
-                raise RolloutFormatError(
-                    f"{rollout.source}: the reference was sampled with {name} {recorded}, not {value}; expected exact "
-                    "rollouts of the given --model with the given sampling options"
-                )
+        _check_origin(rollout, expected)
         assert rollout.reference is not None
         recorded, exact = (values.astype(np.float32) for values in (rollout.rollout, rollout.reference))
         wrong = recorded != exact
@@ -77,7 +88,7 @@ def check_engine(rollouts: list[Rollout], path: object) -> None:
             "--top-k, --top-p and --min-p that the engine sampled with"
         )
     distance = float(np.abs(engine - exact)[possible].mean()) if possible.any() else 0.0
-    if distance > _FOREIGN:
+    if distance > FOREIGN:
         raise RolloutFormatError(
             f"{path}: log-probs differ from the exact ones by {distance:.2f} nats on average, more than numerics can "
             "explain; expected the --model and --temperature that the engine sampled with, and log-probs after filters"
@@ -89,18 +100,18 @@ def in_order(rollouts: Iterable[Rollout]) -> tuple[list[Rollout], int]:
 
     Files that hold the same records, in any order or number of parts, give the same list.
     """
-    kept: dict[bytes, list[Rollout]] = defaultdict(list)
-    copies = 0
+    alike: dict[bytes, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        key = b"".join(
-            part.tobytes() for part in (_ids(rollout.prompt_token_ids), _ids(rollout.token_ids), rollout.rollout)
-        )
-        if kept[key] and float(rollout.rollout.sum()) < _COPY:
-            copies += 1
-        else:
-            kept[key].append(rollout)
-    ordered = [r for key in sorted(kept) for r in sorted(kept[key], key=_rest)]
-    return sorted(ordered, key=lambda r: r.group or ""), copies
+        parts = (_ids(rollout.prompt_token_ids), _ids(rollout.token_ids), rollout.rollout)
+        alike[b"".join(part.tobytes() for part in parts)].append(rollout)
+    kept = []
+    copies = 0
+    for key in sorted(alike):
+        same = sorted(alike[key], key=_rest)
+        likely = float(same[0].rollout.sum()) >= _COPY
+        kept += same if likely else same[:1]
+        copies += 0 if likely else len(same) - 1
+    return sorted(kept, key=lambda r: r.group or ""), copies
 
 
 def _ids(values: np.ndarray | None) -> np.ndarray:
@@ -108,14 +119,10 @@ def _ids(values: np.ndarray | None) -> np.ndarray:
 
 
 def _rest(rollout: Rollout) -> tuple[bytes, ...]:
-    """Return the part of a rollout that may differ where its tokens are equal."""
-    arrays = (
-        rollout.old,
-        rollout.current,
-        rollout.advantages,
-        np.array(np.nan if rollout.reward is None else rollout.reward),
-    )
-    return tuple(b"" if a is None else np.ascontiguousarray(a).tobytes() for a in arrays)
+    """Return all that may differ between rollouts of equal tokens, to be sorted by."""
+    arrays = (rollout.old, rollout.current, rollout.mask, rollout.advantages, rollout.top_token_ids)
+    plain = repr((rollout.group, rollout.reward, rollout.provenance)).encode()
+    return plain, *(b"" if a is None else np.ascontiguousarray(a).tobytes() for a in arrays)
 
 
 def check_groups(rollouts: Iterable[Rollout], prompts: dict[str, Rollout]) -> None:

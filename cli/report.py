@@ -179,9 +179,7 @@ def _verdict(found: Calibrated) -> str:
     reason = verdict.reason[:1].upper() + verdict.reason[1:]
     lines = [f"{reason}."]
     if verdict.any_of:
-        lines.append(
-            f"Any of these will do, the data can't tell which: {', '.join(verdict.any_of)}; the first changes least."
-        )
+        lines.append(f"Any of these will do, the data can't tell which: {', '.join(verdict.any_of)}.")
     chosen = next((a for a in result.assessments if a.name == verdict.recommended), None)
     if chosen is not None and chosen.alignment is not None:
         low, high = (min(1.0, v) for v in chosen.alignment.interval)

@@ -123,6 +123,8 @@ def check_combination(mode: Mode, kind: Kind, correction: Correction) -> None:
             f"bypass puts the mismatch into the clipped ratio of {kind}: a weight would count it twice. "
             "Use gates only, mode='decoupled', or kind='reinforce'"
         )
+    if kind == "vespo" and correction.weight is not None and not correction.weight.statistic.per_token:
+        raise ValueError("vespo multiplies the weights of a sequence's tokens: give it a weight per token")
     expected = "current/rollout" if mode == "bypass" else "old/rollout"
     if weight is not None and weight != expected:
         raise ValueError(f"in mode {mode} the weight must be of {expected}, not {weight}")

@@ -63,7 +63,9 @@ def calibrate(
     certainly larger rules a candidate out where another has less: noise averages out over steps, bias doesn't.
     Raises ValueError without candidates, and for settings that make no sense.
     """
-    _check(candidates, batch_size, margin, max_bias)
+    check_settings(batch_size, margin, max_bias)
+    if not candidates:
+        raise ValueError("no candidates to assess")
     traces = traces.on_policy()
     truth = None if reference is None else reference.on_policy()
     lp = traces.logprobs
@@ -94,9 +96,8 @@ def calibrate(
     return replace(result, assessments=assessments, verdict=verdict, null=found.null, units=units)
 
 
-def _check(candidates: dict[str, Correction], batch_size: int, margin: float, max_bias: float) -> None:
-    if not candidates:
-        raise ValueError("no candidates to assess")
+def check_settings(batch_size: int, margin: float, max_bias: float) -> None:
+    """Raise ValueError for settings of `calibrate` that make no sense."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; a training batch has at least 1 sequence")
     if not 0 < margin < 1:

@@ -35,9 +35,10 @@ class Verdict:
         """The verdict in a few words."""
         if self.recommended is None:
             return "No recommendation yet"
-        if "none" in (self.recommended, *self.any_of):
+        if self.recommended == "none":
             return "No correction needed"
-        return f"Use {' or '.join(self.any_of[:3])}" if self.any_of else f"Use {self.recommended}"
+        names = self.any_of[:3] or (self.recommended,)
+        return f"Use {' or '.join('no correction' if name == 'none' else name for name in names)}"
 
 
 class Limits(NamedTuple):
@@ -122,6 +123,8 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     )
     if out := [name[k] for k in level if k not in order]:
         reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"
+    if first in biased:
+        reason += f"; it turns the direction by over {limits.max_bias:g} for certain, as all that come as close do"
     return Verdict(reason, name[first], tuple(alike), _for_half(found, known[first], limits))
 
 

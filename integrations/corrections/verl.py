@@ -94,9 +94,9 @@ def _parts(what: str, threshold: object, most: int) -> tuple[float | None, float
         *low, high = map(float, str(threshold).split("_"))
     except ValueError:
         low, high = [0.0] * most, 0.0
-    if len(low) >= most:
+    if len(low) >= most or min(*low, high, math.inf) <= 0:
         expected = '"high" or "low_high"' if most == 2 else '"high"'
-        raise ValueError(f"{what}={threshold!r}; expected {expected}, numbers")
+        raise ValueError(f"{what}={threshold!r}; expected {expected}, positive numbers")
     return (low[0] if low else None), high
 
 

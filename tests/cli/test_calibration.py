@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from samebits import LLM, SamplingParams
-from samebits.cli import calibration, mismatch, provenance, report
+from samebits.cli import calibration, mismatch, plots, provenance, report, scores
 from samebits.cli.main import app
+from samebits.correction import PRESETS, preset
+from samebits.integrations import corrections
 from samebits.integrations.rollouts import RolloutFormatError, read_rollouts, write_rollouts
 from samebits.trainer import exact_model
 
@@ -197,8 +200,14 @@ def test_a_reference_of_other_prompts_under_the_same_groups_is_refused(files, tm
 def test_copies_are_left_out_and_counted(files, tmp_path):
     """Records written twice under other groups are no new evidence; short answers may repeat by chance."""
     records = [json.loads(line) for line in files[1].read_text().splitlines()]
-    twice = records + [{**r, "group": r["group"]} for r in records]
+    twice = records + [{**r, "group": f"x{r['group']}", "reward": r["reward"] + 1} for r in records]
     path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in reversed(twice)))
+    backwards, _ = provenance.in_order(read_rollouts(path))
+    path.write_text("".join(json.dumps(r) + "\n" for r in twice))
+    forwards, _ = provenance.in_order(read_rollouts(path))
+    assert [(r.group, r.reward) for r in forwards] == [(r.group, r.reward) for r in backwards]
+    twice = records + [{**r, "group": r["group"]} for r in records]
     path.write_text("".join(json.dumps(r) + "\n" for r in twice))
     found = calibrated(files, path)
     copies = sum(sum(r["rollout_logprobs"]) < -20 for r in records)
@@ -215,6 +224,77 @@ def test_groups_in_one_file_only_are_left_out_and_counted(files, tmp_path):
     found = calibrated(files, exact=fewer)
     assert "1 groups are in one of the two files only" in found.warnings[0]
     assert found.provenance["rollouts_prompts"] == 11
+
+
+def test_groups_in_one_file_alone_are_refused(files, tmp_path):
+    bare = changed(files[2], tmp_path / "bare.jsonl", lambda n, r: r.pop("group"))
+    with pytest.raises(RolloutFormatError, match="one of them has groups; expected them in both or in neither"):
+        calibrated(files, exact=bare)
+
+
+def test_settings_are_checked_before_the_work(tmp_path):
+    with pytest.raises(ValueError, match="batch_size=0"):
+        calibration.calibrate_files(tmp_path / "nowhere.jsonl", None, batch_size=0)
+
+
+def test_exact_rollouts_need_no_correction(files):
+    """Those of an exact engine, re-scored: nothing could be in bypass mode here."""
+    found = calibrated(files, noisy=files[2])
+    assert found.result.verdict.headline == "No correction needed"
+
+
+def test_rollouts_that_say_that_they_were_sampled_otherwise_are_refused(files):
+    for name, value in (("temperature", 0.7), ("min_p", 0.1)):
+        other = dataclasses.replace(PARAMS, **{name: value})
+        with pytest.raises(RolloutFormatError, match=rf"exact.jsonl:1: it was sampled with {name} "):
+            mismatch.diagnose(files[2], files[0], other, use_tqdm=False)
+        with pytest.raises(RolloutFormatError, match=rf"it was sampled with {name} "):
+            calibration.calibrate_files(files[2], None, files[0], other)
+
+
+def test_a_mismatch_beyond_numerics_is_doubted(files, tmp_path):
+    far = changed(files[1], tmp_path / "far.jsonl", lambda n, r: r.update(old_logprobs=[-9.0] * len(r["token_ids"])))
+    assert "more than numerics can explain" in mismatch.diagnose(far, use_tqdm=False).warnings[0]
+    assert not mismatch.diagnose(files[1], files[0], PARAMS, use_tqdm=False).warnings
+
+
+def test_settings_to_paste_are_yaml():
+    """None is null, and 1e-05 a number, in every text that is no refusal."""
+    writers = {"verl": corrections.to_verl, "TRL": corrections.to_trl, "Miles": corrections.to_miles}
+    writers["slime"] = corrections.to_slime
+    read = 0
+    for name in PRESETS:
+        wanted = preset(name, **({"ratio": "current/rollout"} if name == "opsm" else {}))
+        for framework, text in mismatch.snippets("decoupled", wanted).items():
+            settings = yaml.safe_load(text)
+            if settings is not None:
+                assert settings == writers[framework.split(":")[0]]("decoupled", wanted)
+                read += 1
+    assert read > 20
+
+
+def test_large_vocabularies_get_the_same_gradients_up_to_the_projections_error(files, monkeypatch):
+    """Every unit's inner products with every other, from independent projections against the exact factors."""
+    model, noisy, _ = files
+    pairs = [provenance.pair_of(r, model.config.vocab_size) for r in read_rollouts(noisy)]
+    unit = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(tokens) for _, tokens in pairs]))
+    ones = torch.ones(len(unit), dtype=torch.float64)
+    exact = scores.token_scores(model, pairs, 0.8, 0).gradients(ones, unit, len(pairs))
+    assert exact.values.shape[1] == 1
+    gram = exact.gram(exact)
+    scale = gram.diag().sqrt()
+    monkeypatch.setattr(scores, "_EXACT_VOCAB", 0)
+    errors = []
+    for seed in range(4):
+        projected = scores.token_scores(model, pairs, 0.8, seed).gradients(ones, unit, len(pairs))
+        assert projected.values.shape[1] == scores._BLOCKS
+        errors.append((projected.gram(projected) - gram) / (scale[:, None] * scale))
+    spread = torch.stack(errors)
+    columns = projected.values.shape[2] // model.config.hidden_size * scores._BLOCKS
+    off = ~torch.eye(len(pairs), dtype=torch.bool)
+    assert spread.square().mean().sqrt() < 2 / columns**0.5, "no larger than independent Gaussian columns make it"
+    assert spread[:, off].mean().abs() < 0.02, "no bias"
+    assert spread.abs().max() > 0, "it was projected"
 
 
 def test_what_trainers_may_exclude_and_json_lacks_is_no_error(files, tmp_path):
@@ -251,6 +331,9 @@ def test_a_users_own_candidates_join_the_grid(files, tmp_path):
         ('{"x": {"weight": {"ratio": "current/rollout"}}}', "own.json: x: in mode decoupled"),
         ("[1]", "own.json: not an object; expected a JSON object"),
         ("{", "own.json: .*expected a JSON object"),
+        ('{"x": []}', "own.json: x: a correction is an object"),
+        ('{"x": {"weight": []}}', "own.json: x: a weight is an object"),
+        ('{"none": {"preset": "token_tis"}}', "own.json: none: a candidate of the grid's; expected another name"),
     ):
         own.write_text(wrong)
         with pytest.raises(ValueError, match=message):
@@ -288,6 +371,19 @@ def test_the_verdict_is_the_same_on_page_console_and_in_json(plain):
         assert verdict.headline in text
         assert verdict.reason[1:30] in text
     assert "recommended: none" not in report.markdown(parts)
+
+
+def test_the_chosen_one_is_always_shown(plain, monkeypatch):
+    """In the table, and its family's line in the plot, however many better ones there are."""
+    monkeypatch.setattr(plots, "_SHOWN", 1)
+    monkeypatch.setattr(plots, "_FAMILIES", 1)
+    family = min(plots._families(plain.result).items(), key=lambda item: max(c for _, c in item[1]))[0]
+    last = next(a.name for a in plain.result.assessments if a.name.startswith(f"{family}@"))
+    verdict = dataclasses.replace(plain.result.verdict, recommended=last, any_of=())
+    result = dataclasses.replace(plain.result, verdict=verdict)
+    assert {last, "none"} == {a.name for a in plots.shown_candidates(result)}
+    assert f">{family}<".encode() in plots.thresholds(result, "svg")
+    assert f">{family}<".encode() not in plots.thresholds(plain.result, "svg")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])

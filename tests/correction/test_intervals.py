@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samebits.correction import Correction, preset
-from samebits.correction.calibration import Scores, calibrate
+from samebits.correction.calibration import Scores, Verdict, calibrate
 from samebits.correction.calibration.alignment import Gradients, compare
 from samebits.correction.calibration.tails import pareto_shape, unestimable
 
@@ -212,7 +212,16 @@ def test_a_bias_that_is_certain_rules_a_candidate_out_at_any_batch_size():
     assert loose.headline == "No correction needed"
     assert strict.recommended == "sequence_tis@3"
     assert "turn the direction" in strict.reason
+    alone = calibrate(sides[0], {"none": Correction()}, sides[1], batch_size=64, margin=0.05, max_bias=bias / 4).verdict
+    assert alone.recommended == "none" and "it turns the direction by over" in alone.reason
+    assert "it turns" not in loose.reason
     assert "batches of 64" in strict.reason
+
+
+def test_a_headline_names_what_to_use_first():
+    assert Verdict("", "a", ("a", "none")).headline == "Use a or no correction"
+    assert Verdict("", "none", ("none", "a")).headline == "No correction needed"
+    assert Verdict("", "a").headline == "Use a"
 
 
 def test_bias_is_a_bound_where_it_is_not_resolved():

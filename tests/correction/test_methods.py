@@ -18,6 +18,7 @@ from samebits.correction import (
     prune_logits,
     replay_mask,
 )
+from samebits.correction.losses import check_combination
 from samebits.integrations.corrections import from_plain
 
 F64 = torch.float64
@@ -48,6 +49,12 @@ def test_sapo_has_its_closed_form_gradient():
     torch.testing.assert_close(got, -4 * p * (1 - p) * r * a, rtol=1e-12, atol=0)
     other = gradient(lp, policy_loss(lp, advantages, "recompute", "sapo", soft=(2.0, 3.0), **kwargs).loss)
     assert not torch.allclose(got, other)
+
+
+def test_vespo_takes_weights_of_tokens_alone():
+    with pytest.raises(ValueError, match="give it a weight per token"):
+        check_combination("decoupled", "vespo", preset("sequence_tis"))
+    check_combination("decoupled", "vespo", preset("token_tis"))
 
 
 @pytest.mark.parametrize("weighed", [False, True])

@@ -149,6 +149,10 @@ def test_kpop_is_not_written_for_verl_but_read_with_a_note():
         {"rollout_is": "token", "rollout_is_threshold": "two"},
         {"rollout_is": "token", "rollout_is_threshold": ""},
         {"rollout_rs": ",", "rollout_rs_threshold": "0.5"},
+        {"rollout_is": "token", "rollout_is_threshold": "0_2"},
+        {"rollout_is": "token", "rollout_is_threshold": "-0.5_2"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"},
+        {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": "-1"},
         {"rollout_rs": "seq_mean_k3,", "rollout_rs_threshold": "0.5"},
     ],
 )
