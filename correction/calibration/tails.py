@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_SHAPE = 0.5  # of the squares' tail: above, their mean has no finite variance
+MAX_SHAPE = 0.4  # of the squares' tail: from 0.5 on their mean has no finite variance, and estimates err by 0.1
 MAX_SHARE = 0.2  # of the sum of squares, in one unit
 FEWEST = 30  # sequences that contribute
 _ATOM = 5  # equal largest weights: a bound that the sample has reached
