@@ -27,7 +27,7 @@ CANDIDATES = {
 
 
 MORE = CANDIDATES | {
-    "k3_mean_rs@0.05": preset("k3_mean_rs", high=0.05),
+    "k3_mean_rs@0.3": preset("k3_mean_rs", high=0.3),
     "trm@0.3": preset("trm", high=0.3),
     "opsm@0.05": preset("opsm", delta=0.05, ratio="current/rollout"),
     "sequence_mis@3": preset("sequence_mis", high=3.0),
