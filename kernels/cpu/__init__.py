@@ -104,8 +104,8 @@ def _warm_up_experts(dtype: torch.dtype) -> None:
     x, gate_up = torch.zeros(1, 16, dtype=dtype), torch.zeros(2, 32, 16, dtype=dtype)
     gated = gated_halves(grouped(x, gate_up, plan, True, dtype), "silu")
     combine(grouped(gated, gate_up[:, :16], plan, False, dtype), weights, plan, dtype)
-    panels = [storage(pack_experts(weight)) for weight in (gate_up, gate_up[:, :16])]
-    packed_experts(x, *panels, 16, ids, weights, "silu")
+    panels, down_panels = (storage(pack_experts(weight)) for weight in (gate_up, gate_up[:, :16]))
+    packed_experts(x, panels, down_panels, 16, ids, weights, "silu")
 
 
 __all__ = [
