@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import pathlib
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,26 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def flags_of_memory(address):
+    """What Linux notes about the mapping that an address lies in: "hg" for huge pages on request."""
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise LookupError(hex(address))
+
+
+@pytest.mark.skipif(not pathlib.Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
+@pytest.mark.parametrize("pack", [ops.PackedWeight.pack, lambda w: ops.PackedExperts.pack(w.view(8, 512, 1024))])
+def test_large_packed_weights_are_in_huge_pages_where_asking_helps(pack):
+    weight = torch.randn(4096, 1024)
+    panels = pack(weight).panels
+    assert "hg" in flags_of_memory(panels.data_ptr() + panels.nbytes // 2)
+    assert "hg" not in flags_of_memory(weight.data_ptr() + weight.nbytes // 2)
 
 
 def test_machine_code_of_different_tiles_has_different_names():
