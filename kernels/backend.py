@@ -232,25 +232,35 @@ class Backend(Protocol):
     def top_k(self, x: Tensor, k: int) -> Tensor:
         """Return the columns of the k largest of each row of x, int64 [rows, k], largest first; ties: the lower one."""
 
+    def route(self, logits: Tensor, k: int, normalises: bool) -> tuple[Tensor, Tensor]:
+        """Return the experts of each row of logits fp32 [T, E], int64 [T, k], ascending, and their weights fp32 [T, k].
+
+        They are the `top_k` of the `softmax`, and its values, over their `row_sums` if `normalises`.
+        """
+
     # --- experts
 
     def pack_experts(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return weights [E, features, depth] in the layout that `grouped_packed` reads fastest; see `pack`."""
+        """Return weights [E, features, depth] in the layout that `packed_experts` reads fastest; see `pack`."""
+
+    def packed_experts(
+        self, x: Tensor, gate_up: Any, down: Any, inner: int, ids: Tensor, weights: Tensor, activation: str
+    ) -> Tensor:
+        """Return `combine` of `grouped`, `gated_halves` and `grouped` again: each token's experts, [T, H] in x's dtype.
+
+        x [T, H]; gate_up, down: `storage` of what `pack_experts` gave, for 2 inner and H features; ids int64 [T, k];
+        weights fp32 [T, k]; activation: one of ACTIVATIONS.
+        """
 
     def plan_experts(self, ids: Tensor, experts: int) -> ExpertPlan:
         """Return the order of the pairs of ids int64 [T, k]. Nothing waits for a GPU; a CPU refuses a wrong id."""
 
-    def grouped_packed(
-        self, x: Tensor, weight: Any, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
-    ) -> Tensor:
+    def grouped(self, x: Tensor, weight: Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> Tensor:
         """Return row by row x @ weight[its expert].T, [P, features] in `dtype`, rows as the plan sorts them.
 
-        x [P, depth], or with `gather` [T, depth], from which the plan's tokens are taken; weight: `storage` of what
-        `pack_experts` gave.
+        x [P, depth], or with `gather` [T, depth], from which the plan's tokens are taken; weight [E, features, depth],
+        of any strides.
         """
-
-    def grouped_unpacked(self, x: Tensor, weight: Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> Tensor:
-        """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
 
     def grouped_outer(self, x: Tensor, y: Tensor, plan: ExpertPlan, dtype: torch.dtype) -> Tensor:
         """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`, for a backward pass.

@@ -37,16 +37,11 @@ class PackedExperts:
         return cls(backend(weight.device).pack_experts(weight.detach(), panels), weight.shape[1])
 
 
-def _grouped(
-    x: Tensor, weight: Tensor | PackedExperts, plan: ExpertPlan, gather: bool, exact: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return each row times its expert's weight, [P, features] in `dtype`; see `Backend.grouped_packed`."""
-    kernels = backend(x.device)
-    if isinstance(weight, PackedExperts):
-        return kernels.grouped_packed(x, weight.memory, weight.features, plan, gather, dtype)
+def _grouped(x: Tensor, weight: Tensor, plan: ExpertPlan, gather: bool, exact: bool, dtype: torch.dtype) -> Tensor:
+    """Return each row times its expert's weight, [P, features] in `dtype`; see `Backend.grouped`."""
     weight = weight.detach()
     if exact:
-        return kernels.grouped_unpacked(x, weight, plan, gather, dtype)
+        return backend(x.device).grouped(x, weight, plan, gather, dtype)
     wide = torch.float32 if x.device.type == "cpu" else x.dtype
     rows = (x[plan.tokens] if gather else x).to(wide)
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1)).tolist()
@@ -58,8 +53,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_up, down, ids, weights, activation, exact):
         kernels = backend(x.device)
-        count = (gate_up.panels if isinstance(gate_up, PackedExperts) else gate_up).shape[0]
-        plan = kernels.plan_experts(ids, count)
+        plan = kernels.plan_experts(ids, gate_up.shape[0])
         both = _grouped(x.detach(), gate_up, plan, True, exact, x.dtype)
         hidden = kernels.gated_halves(both, activation)
         y = _grouped(hidden, down, plan, False, exact, x.dtype)
@@ -74,12 +68,12 @@ class _Experts(torch.autograd.Function):
         plan, kernels = ExpertPlan(*order), backend(x.device)
         grad_y, grad_weights = kernels.combine_backward(grad, y, weights.float(), plan)
         gate, up = both.chunk(2, -1)
-        grad_hidden = kernels.grouped_unpacked(grad_y, down.transpose(1, 2), plan, False, x.dtype)
+        grad_hidden = kernels.grouped(grad_y, down.transpose(1, 2), plan, False, x.dtype)
         grads = kernels.gated_activation_backward(grad_hidden, gate, up, ctx.activation)
         grad_both = torch.cat(grads, -1)
         grad_x = grad_gate_up = grad_down = None
         if ctx.needs_input_grad[0]:
-            grad_rows = kernels.grouped_unpacked(grad_both, gate_up.transpose(1, 2), plan, False, torch.float32)
+            grad_rows = kernels.grouped(grad_both, gate_up.transpose(1, 2), plan, False, torch.float32)
             grad_x = kernels.combine(grad_rows, torch.ones_like(weights, dtype=torch.float32), plan, x.dtype)
         if ctx.needs_input_grad[1]:
             grad_gate_up = kernels.grouped_outer(grad_both, x[plan.tokens], plan, gate_up.dtype)
@@ -109,8 +103,9 @@ def experts(
     """
     _check(x, gate_up, down, ids, weights, activation)
     if isinstance(gate_up, PackedExperts):
-        with torch.no_grad():
-            return apply(_Experts, x, gate_up, down, ids, weights, activation, exact)
+        assert isinstance(down, PackedExperts)
+        given = x.detach(), gate_up.memory, down.memory, gate_up.features // 2, ids, weights.detach().float()
+        return backend(x.device).packed_experts(*given, activation)
     return apply(_Experts, x, gate_up, down, ids, weights, activation, exact)
 
 

@@ -90,3 +90,13 @@ def top_k(x: Tensor, k: int) -> TopK:
     """Return the k largest over the last dimension, largest first; of equals the lower column."""
     indices = backend(x.device).top_k(x.detach().reshape(-1, x.shape[-1]), k).view(*x.shape[:-1], k)
     return TopK(x.gather(-1, indices), indices)
+
+
+@outside_modes
+def route(logits: Tensor, k: int, normalises: bool) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row of logits fp32 [T, E], int64 [T, k], ascending, and their weights fp32 [T, k].
+
+    They are the k largest of a softmax, over their sum if `normalises`: the bits of `softmax`, `top_k` and `row_sums`,
+    in one launch on CPUs. For rollout only.
+    """
+    return backend(logits.device).route(logits.detach(), k, normalises)

@@ -26,6 +26,7 @@ from .dispatch import apply, outside_modes
 from .dispatch import backend as backend
 from .experts import PackedExperts as PackedExperts
 from .experts import experts as experts
+from .functions import route as route
 from .functions import sigmoid as sigmoid
 from .layout import LayoutTensors as LayoutTensors
 from .layout import PagedLayout as PagedLayout

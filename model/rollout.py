@@ -21,7 +21,7 @@ from .exact import is_exact
 from .experts import is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
 from .roles import ExactMLP, ExactRMSNorm
-from .routing import hand_over
+from .routing import hand_over, routers
 from .selfcheck import SelfCheck
 
 
@@ -82,6 +82,31 @@ class FusedAttention(nn.Module):
         q = kernels.place_heads(q, k, v, norms, (cos, sin), layout, (k_cache, v_cache))
         out, _ = kernels.attention(q, k_cache, v_cache, layout, self.observed.scaling, self.observed.window)
         return module.o_proj(out.to(q.dtype).reshape(1, out.shape[0], -1)), None
+
+
+class FusedRouter(nn.Module):
+    """A router that takes the largest of a softmax, in two launches, to the same bits as its own code.
+
+    normalises: the weights of a token's experts are over their sum.
+    """
+
+    normalises = True
+
+    def forward(self, hidden_states: Tensor):
+        """Return logits [T, experts], weights and ids [T, k]."""
+        module: Any = self
+        logits = ops.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight, dtype=torch.float32)
+        ids, weights = ops.route(logits, module.routing.top_k, self.normalises)
+        choose = module.routing.choose
+        if choose is not None and choose(ids) is not ids:  # others are given, whose weights are to be gathered
+            return super().forward(hidden_states)
+        return logits, weights, ids
+
+
+class PlainRouter(FusedRouter):
+    """A `FusedRouter` whose weights are the softmax's."""
+
+    normalises = False
 
 
 def _unobserved(*modules: Any) -> bool:
@@ -230,10 +255,14 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     base: Any = model.base_model
     norm = getattr(base, "norm", None)
     parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
-    calls = _recorded(run, [part for part in (*parts, norm) if part is not None])
+    routing = [r for r in routers(model).values() if [n for n, _ in r.named_parameters()] == ["weight"]]
+    calls = _recorded(run, [part for part in (*parts, norm, *routing) if part is not None])
     for each in (norm, *(getattr(part, name, None) for part in parts for name in _NORMS)):
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
+    for router in routing:
+        if not [*router.buffers()]:  # one that is zero now may not stay so
+            _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
     for layer in base.layers:
         if hasattr(layer, "self_attn"):
             _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
@@ -265,7 +294,7 @@ def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[n
 def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
     """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them."""
     own = type(module)
-    if isinstance(module, UnderMode):
+    if isinstance(module, UnderMode) and not issubclass(form, FusedRouter):
         return False
     variants = [call.kwargs]
     if call.kwargs.get("position_ids") is not None:
@@ -282,11 +311,13 @@ def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
     return fused
 
 
-def _same(ours: Tensor | tuple, theirs: Tensor | tuple) -> bool:
-    """True for equal tensors, or tuples that begin with equal ones."""
+def _same(ours: Any, theirs: Any) -> bool:
+    """True for equal tensors, or tuples of these and of None."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        return torch.equal(ours, theirs)
-    return isinstance(ours, tuple) and isinstance(theirs, tuple) and torch.equal(ours[0], theirs[0])
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return ours is None and theirs is None
 
 
 @contextmanager

@@ -160,6 +160,16 @@ def test_no_process_changes_a_bit(checkpoint, cases, ray_cluster):
         check_schedules(path, dtype, models, name, cases, first, lambda rng, layout=layout: layout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3"])
+def test_no_replica_changes_a_bit_of_another_family(checkpoint, family, ray_cluster):
+    path = checkpoint(family, num_hidden_layers=3)
+    model = exact_model(path, "float16")
+    requests = random_requests(random.Random(family), 1001, 8, 45)
+    results, _ = run_schedule(path, "float16", random.Random(family), requests, [model], replicas=2)
+    check_against_trainer(model, requests, results)
+
+
 def test_smollm2_no_schedule_changes_a_bit(smollm2):
     model = exact_model(smollm2)
     rng = random.Random(1)

@@ -23,13 +23,13 @@ from .elementwise import (
 from .experts import (
     combine,
     combine_backward,
+    grouped,
     grouped_outer,
-    grouped_packed,
-    grouped_unpacked,
     pack_experts,
+    packed_experts,
     plan_experts,
 )
-from .functions import row_sums, softmax, top_k, unary
+from .functions import route, row_sums, softmax, top_k, unary
 from .jit import storage
 from .layer import ROWS as LAYER_ROWS
 from .layer import decoder_layer
@@ -99,11 +99,13 @@ def _warm_up_experts(dtype: torch.dtype) -> None:
     scores = softmax(torch.zeros(1, 2))
     row_sums(scores, 1)
     unary(scores, "sigmoid")
+    ids, weights = route(scores, 1, True)
     plan = plan_experts(top_k(scores, 1), 2)
-    x, weight = torch.zeros(1, 16, dtype=dtype), torch.zeros(2, 32, 16, dtype=dtype)
-    gated = gated_halves(grouped_unpacked(x, weight, plan, True, dtype), "silu")
-    packed = pack_experts(weight[:, :16])
-    combine(grouped_packed(gated, storage(packed), 16, plan, False, dtype), scores[:, :1], plan, dtype)
+    x, gate_up = torch.zeros(1, 16, dtype=dtype), torch.zeros(2, 32, 16, dtype=dtype)
+    gated = gated_halves(grouped(x, gate_up, plan, True, dtype), "silu")
+    combine(grouped(gated, gate_up[:, :16], plan, False, dtype), weights, plan, dtype)
+    panels, down_panels = (storage(pack_experts(weight)) for weight in (gate_up, gate_up[:, :16]))
+    packed_experts(x, panels, down_panels, 16, ids, weights, "silu")
 
 
 __all__ = [
@@ -123,9 +125,8 @@ __all__ = [
     "gated_activation_backward",
     "gated_halves",
     "gradient_product",
+    "grouped",
     "grouped_outer",
-    "grouped_packed",
-    "grouped_unpacked",
     "linear_packed",
     "linear_resume",
     "linear_unpacked",
@@ -133,12 +134,14 @@ __all__ = [
     "pack",
     "pack_experts",
     "pack_low_rank",
+    "packed_experts",
     "packed_rows",
     "place_heads",
     "plan_experts",
     "rms_norm",
     "rms_norm_backward",
     "rotary_tables",
+    "route",
     "row_sums",
     "sample",
     "share_reads",

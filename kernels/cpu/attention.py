@@ -19,8 +19,8 @@ from numba import float32, prange
 
 from ..backend import HeadNorms
 from ..layout import PagedLayout
-from .elementwise import exp, rms_norm, rotary
-from .jit import inline, own_storage, parallel
+from .elementwise import exp, norm_row, turn
+from .jit import elementwise, inline, own_storage, parallel, storage
 from .simd import LANES, fma, matmul_one, matmul_two, pairwise
 
 BLOCK = 32
@@ -140,6 +140,27 @@ def write_token(k, v, slot, k_cache, v_cache):
             v_cache[block, h, offset, j] = v[h, j]
 
 
+@inline
+def _place(x, weight, eps, cos, sin, out):
+    """Norm each head of one token, unless the norm has no weight, and turn it."""
+    if weight.size:
+        normed = np.empty_like(x)
+        for h in range(x.shape[0]):
+            norm_row(x[h], weight, eps, normed[h])
+        turn(normed, cos, sin, out)
+    else:
+        turn(x, cos, sin, out)
+
+
+@elementwise
+def _place_heads(q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, out):
+    for t in prange(q.shape[0]):
+        keys = np.empty_like(k[t])
+        _place(q[t], q_norm, q_eps, cos[t], sin[t], out[t])
+        _place(k[t], k_norm, k_eps, cos[t], sin[t], keys)
+        write_token(keys, v[t], slot_mapping[t], k_cache, v_cache)
+
+
 @parallel
 def _write_kv(k, v, slot_mapping, k_cache, v_cache):
     for t in prange(slot_mapping.size):
@@ -173,12 +194,13 @@ def place_heads(
     cache: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return q [T, heads, D], normed and turned; write k, treated alike, and v to the cache. See `Backend`."""
-    if norms is not None:
-        given = zip((q, k), norms, strict=True)
-        q, k = (rms_norm(x.reshape(-1, x.shape[2]), *norm)[0].view(x.shape) for x, norm in given)
-    q, k = rotary(q, k, *tables)
-    write_kv(k, v, layout, *cache)
-    return q
+    given = [own_storage(t.contiguous()) for t in (q, k, v)]
+    (q_norm, q_eps), (k_norm, k_eps) = norms or ((q.new_empty(0), 0.0),) * 2
+    of_norms = storage(q_norm), q_eps, storage(k_norm), k_eps
+    out = torch.empty(q.shape, dtype=q.dtype)
+    turned = [own_storage(t.contiguous()) for t in tables]
+    _place_heads(*given, *of_norms, *turned, layout.slot_mapping, *map(own_storage, cache), own_storage(out))
+    return out
 
 
 def tile_tokens(group: int) -> int:

@@ -132,6 +132,32 @@ def gated_row(gate, up, kind, out):
             out[j] = narrow(gelu_tanh(widen(gate[j])) * widen(up[j]), gate[j])
 
 
+@inline
+def widen_row(x, out):
+    """Write a row to fp32 `out`."""
+    for j in range(x.size):
+        out[j] = widen(x[j])
+
+
+@inline
+def narrow_row(x, out):
+    """Write a row of fp32 to `out`, rounded to its dtype."""
+    for j in range(x.size):
+        out[j] = narrow(x[j], out[j])
+
+
+@inline
+def gated_products(gate, up, kind, stored, out):
+    """Write activation(gate) * up to fp32 `out`; gate and up: rows of products, fp32.
+
+    All three are rounded to the dtype of `stored` [3, width], which is scratch.
+    """
+    narrow_row(gate, stored[0])
+    narrow_row(up, stored[1])
+    gated_row(stored[0], stored[1], kind, stored[2])
+    widen_row(stored[2], out)
+
+
 @elementwise
 def _gated(gate, up, kind, out):
     for i in prange(gate.shape[0]):
@@ -173,13 +199,6 @@ def turn(x, cos, sin, out):
             new_low = _product(low, widen(cos[j]), like) + _product(-high, widen(sin[j]), like)
             new_high = _product(high, widen(cos[j + half]), like) + _product(low, widen(sin[j + half]), like)
             out[h, j], out[h, j + half] = narrow(new_low, like), narrow(new_high, like)
-
-
-@elementwise
-def _rotary(q, k, cos, sin, q_out, k_out):
-    for t in prange(q.shape[0]):
-        turn(q[t], cos[t], sin[t], q_out[t])
-        turn(k[t], cos[t], sin[t], k_out[t])
 
 
 TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -255,14 +274,3 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: floa
     cos, sin = inv_freq.new_empty(shape), inv_freq.new_empty(shape)
     _rotary_tables(positions.numpy(), inv_freq.numpy(), scaling, cos.numpy(), sin.numpy())
     return cos, sin
-
-
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, D], all in the storage dtype; contiguous.
-
-    The bits are those of transformers' `apply_rotary_pos_emb`, in one launch.
-    """
-    given = [t.contiguous() for t in (q, k, cos, sin)]
-    outs = torch.empty_like(given[0]), torch.empty_like(given[1])
-    _rotary(*map(own_storage, (*given, *outs)))
-    return outs

@@ -11,8 +11,10 @@ from numba import float32, prange
 
 from ..backend import ExpertPlan
 from .copies import copy_rows, pack_panel, transpose
+from .elementwise import ACTIVATIONS, gated_products, widen_row
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import _panel_product, pack
+from .pages import new_weight
 from .simd import PANEL, fma, matmul_panel, narrow, widen
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
@@ -20,8 +22,8 @@ _PACKING_COST = 24  # where the panel has to be packed first
 _OUTER_ROWS = 64  # of an outer product, that stay in L1
 
 
-@serial
-def _plan(ids, pairs, places, ends):
+@inline
+def _sort_pairs(ids, pairs, places, ends):
     """Sort pairs by expert, stably; return False for an id that is no expert's."""
     tokens, slots = ids.shape
     ends[:] = 0
@@ -47,6 +49,11 @@ def _plan(ids, pairs, places, ends):
         places[t, filled[t]] = row
         filled[t] += 1
     return True
+
+
+@serial
+def _plan(ids, pairs, places, ends):
+    return _sort_pairs(ids, pairs, places, ends)
 
 
 @inline
@@ -82,22 +89,73 @@ def _clear_panel(p, out):
             out[r, j] = float32(0.0)
 
 
-@parallel
-def _grouped_packed(x, panels, ends, parts, out):
+@inline
+def _packed_item(item, last_item, active, x, panels, out):
+    """Compute the columns of `out` = x @ weight.T that are an item's.
+
+    last_item: the last one of this thread, which fetches the following item's panel meanwhile.
+    """
     tiles = panels.shape[1]
+    after = min(item + 1, last_item)
+    _clear_panel(item % tiles, out)
+    following = panels[active[after // tiles], after % tiles]
+    _panel_product(x, panels[active[item // tiles], item % tiles], item % tiles, out, following)
+
+
+@inline
+def _sum_rows(t, y, weights, pairs, places, like, out):
+    """Write the sum of token t's rows of y, rounded to the dtype of the element `like`, by their weights to `out`."""
+    total = np.zeros(y.shape[1], np.float32)
+    for j in range(places.shape[1]):
+        row = places[t, j]
+        weight = weights[pairs[row]]
+        for column in range(y.shape[1]):
+            total[column] = fma(weight, widen(narrow(widen(y[row, column]), like)), total[column])
+    for column in range(y.shape[1]):
+        out[column] = narrow(total[column], out[column])
+
+
+@parallel
+def _packed_experts(x, gate_up, down, width, ids, weights, kind, parts, out):
+    """Write each token's sum to `out`; return False for an id that is no expert's."""
+    (tokens, slots), hidden = ids.shape, x.shape[1]
+    pairs, places = np.empty(tokens * slots, np.int64), np.empty((tokens, slots), np.int64)
+    ends = np.empty(gate_up.shape[0], np.int64)
+    if not _sort_pairs(ids, pairs, places, ends):
+        return False
+    both, y = np.empty((pairs.size, 2 * width), np.float32), np.empty((pairs.size, hidden), np.float32)
+    tiles = gate_up.shape[1]
     active, starts = _shares(ends, tiles, parts, _FIXED_COST)
     for part in prange(parts):
+        rows = np.empty((0, hidden), np.float32)
         for item in range(starts[part], starts[part + 1]):
-            e, p = active[item // tiles], item % tiles
-            after = min(item + 1, starts[part + 1] - 1)
+            e = active[item // tiles]
             first, last = ends[e - 1] if e else 0, ends[e]
-            _clear_panel(p, out[first:last])
-            following = panels[active[after // tiles], after % tiles]
-            _panel_product(x[first:last], panels[e, p], p, out[first:last], following)
+            if item % tiles == 0 or item == starts[part]:
+                rows = np.empty((last - first, hidden), np.float32)
+                for i in range(last - first):
+                    widen_row(x[pairs[first + i] // slots], rows[i])
+            _packed_item(item, starts[part + 1] - 1, active, rows, gate_up, both[first:last])
+    down_tiles = down.shape[1]
+    active, starts = _shares(ends, down_tiles, parts, _FIXED_COST)
+    for part in prange(parts):
+        stored = np.empty((3, width), x.dtype)
+        rows = np.empty((0, width), np.float32)
+        for item in range(starts[part], starts[part + 1]):
+            e = active[item // down_tiles]
+            first, last = ends[e - 1] if e else 0, ends[e]
+            if item % down_tiles == 0 or item == starts[part]:
+                rows = np.empty((last - first, width), np.float32)
+                for i in range(last - first):
+                    gated_products(both[first + i, :width], both[first + i, width:], kind, stored, rows[i])
+            _packed_item(item, starts[part + 1] - 1, active, rows, down, y[first:last])
+    for t in prange(tokens):
+        _sum_rows(t, y, weights, pairs, places, out[t, 0], out[t])
+    return True
 
 
 @parallel
-def _grouped_unpacked(x, weight, ends, parts, out):
+def _grouped(x, weight, ends, parts, out):
     features, depth = out.shape[1], x.shape[1]
     tiles = (features + PANEL - 1) // PANEL
     active, starts = _shares(ends, tiles, parts, _PACKING_COST)
@@ -147,14 +205,7 @@ def _grouped_outer(x, y, ends, parts, out):
 @elementwise
 def _combine(y, weights, pairs, places, out):
     for t in prange(out.shape[0]):
-        total = np.zeros(y.shape[1], np.float32)
-        for j in range(places.shape[1]):
-            row = places[t, j]
-            weight = weights[pairs[row]]
-            for column in range(y.shape[1]):
-                total[column] = fma(weight, widen(y[row, column]), total[column])
-        for column in range(y.shape[1]):
-            out[t, column] = narrow(total[column], out[t, column])
+        _sum_rows(t, y, weights, pairs, places, y[0, 0], out[t])
 
 
 @elementwise
@@ -173,7 +224,7 @@ def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch
     """Return weights [E, features, depth] as [E, panels, depth, PANEL], each as `pack` has it; in `out` if given."""
     experts, features, depth = weight.shape
     if out is None:
-        out = weight.new_empty(experts, -(-features // PANEL), depth, PANEL)
+        out = new_weight(weight, experts, -(-features // PANEL), depth, PANEL)
     for each, panels in zip(weight, out, strict=True):
         pack(each, panels)
     return out
@@ -183,8 +234,12 @@ def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
     """Return the order of the pairs of ids int64 [T, k]. Raises ValueError for an id that is no expert's."""
     plan = ExpertPlan(ids.new_empty(ids.numel()), ids.new_empty(ids.shape), ids.new_empty(experts))
     if not _plan(ids.contiguous().numpy(), *(t.numpy() for t in plan)):
-        raise ValueError(f"expert ids must be in 0..{experts - 1}, not {ids.min().item()}..{ids.max().item()}")
+        raise _wrong_ids(ids, experts)
     return plan
+
+
+def _wrong_ids(ids: torch.Tensor, experts: int) -> ValueError:
+    return ValueError(f"expert ids must be in 0..{experts - 1}, not {ids.min().item()}..{ids.max().item()}")
 
 
 def _rows(x: torch.Tensor, plan: ExpertPlan, gather: bool) -> np.ndarray:
@@ -192,23 +247,29 @@ def _rows(x: torch.Tensor, plan: ExpertPlan, gather: bool) -> np.ndarray:
     return (wide.index_select(0, plan.tokens) if gather else wide.contiguous()).numpy()
 
 
-def grouped_packed(
-    x: torch.Tensor, weight: np.ndarray, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
+def packed_experts(
+    x: torch.Tensor,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    inner: int,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
 ) -> torch.Tensor:
-    """Return each row of x times its expert's weight, [P, features] in `dtype`; weight: `storage` of `pack_experts`."""
-    rows = _rows(x, plan, gather)
-    out = torch.empty(rows.shape[0], features, dtype=torch.float32)
-    _grouped_packed(rows, weight, plan.ends.numpy(), torch.get_num_threads(), out.numpy())
-    return out.to(dtype)
+    """Return each token's sum of its experts' gated MLPs, [T, H] in x's dtype, in one launch; see `Backend`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    given = ids.contiguous().numpy(), weights.contiguous().view(-1).numpy(), ACTIVATIONS.index(activation)
+    arrays = own_storage(x.contiguous()), gate_up, down
+    if not _packed_experts(*arrays, inner, *given, torch.get_num_threads(), own_storage(out)):
+        raise _wrong_ids(ids, len(gate_up))
+    return out
 
 
-def grouped_unpacked(
-    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+def grouped(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return each row of x times its expert's weight, [P, features] in `dtype`; weight [E, features, depth]."""
     rows = _rows(x, plan, gather)
     out = torch.empty(rows.shape[0], weight.shape[1], dtype=torch.float32)
-    _grouped_unpacked(rows, storage(weight), plan.ends.numpy(), torch.get_num_threads(), out.numpy())
+    _grouped(rows, storage(weight), plan.ends.numpy(), torch.get_num_threads(), out.numpy())
     return out.to(dtype)
 
 

@@ -53,40 +53,74 @@ def _unary(x, kind, out):
         out[i] = narrow(value, x[i])
 
 
+@inline
+def _softmax_row(x, out):
+    largest = widen(x[0])
+    for j in range(1, x.size):
+        largest = max(largest, widen(x[j]))
+    total = 0.0
+    for j in range(x.size):
+        out[j] = exp(widen(x[j]) - largest)
+        total += float(out[j])
+    for j in range(x.size):
+        out[j] = float32(float(out[j]) / total)
+
+
 @elementwise
 def _softmax(x, out):
     for i in prange(x.shape[0]):
-        largest = widen(x[i, 0])
-        for j in range(1, x.shape[1]):
-            largest = max(largest, widen(x[i, j]))
-        total = 0.0
-        for j in range(x.shape[1]):
-            out[i, j] = exp(widen(x[i, j]) - largest)
-            total += float(out[i, j])
-        for j in range(x.shape[1]):
-            out[i, j] = float32(float(out[i, j]) / total)
+        _softmax_row(x[i], out[i])
+
+
+@inline
+def _row_sum(x):
+    total = 0.0
+    for j in range(x.size):
+        total += float(widen(x[j]))
+    return total
 
 
 @elementwise
 def _row_sums(x, divisor, out):
     for i in prange(x.shape[0]):
-        total = 0.0
-        for j in range(x.shape[1]):
-            total += float(widen(x[i, j]))
-        out[i] = float32(total / divisor)
+        out[i] = float32(_row_sum(x[i]) / divisor)
+
+
+@inline
+def _largest_of_row(x, ids):
+    """Write the columns of the largest, largest first, to `ids`; return for each column whether it is one of them."""
+    taken = np.zeros(x.size, np.bool_)
+    for slot in range(ids.size):
+        best = -1
+        for j in range(x.size):
+            if not taken[j] and (best < 0 or widen(x[j]) > widen(x[best])):
+                best = j
+        taken[best] = True
+        ids[slot] = best
+    return taken
 
 
 @elementwise
 def _top_k(x, ids):
     for i in prange(x.shape[0]):
-        taken = np.zeros(x.shape[1], np.bool_)
-        for slot in range(ids.shape[1]):
-            best = -1
-            for j in range(x.shape[1]):
-                if not taken[j] and (best < 0 or widen(x[i, j]) > widen(x[i, best])):
-                    best = j
-            taken[best] = True
-            ids[i, slot] = best
+        _largest_of_row(x[i], ids[i])
+
+
+@elementwise
+def _route(logits, normalises, ids, weights):
+    for i in prange(logits.shape[0]):
+        scores = np.empty(logits.shape[1], np.float32)
+        _softmax_row(logits[i], scores)
+        taken = _largest_of_row(scores, ids[i])
+        slot = 0
+        for j in range(scores.size):
+            if taken[j]:
+                ids[i, slot], weights[i, slot] = j, scores[j]
+                slot += 1
+        if normalises:
+            total = float32(_row_sum(weights[i]))
+            for slot in range(ids.shape[1]):
+                weights[i, slot] /= total
 
 
 def unary(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -117,3 +151,11 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     ids = torch.empty(x.shape[0], k, dtype=torch.int64)
     _top_k(own_storage(x.contiguous()), ids.numpy())
     return ids
+
+
+def route(logits: torch.Tensor, k: int, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k experts of each row, int64 [T, k], ascending, and their weights fp32 [T, k]; see `Backend`."""
+    ids = torch.empty(logits.shape[0], k, dtype=torch.int64)
+    weights = torch.empty(ids.shape, dtype=torch.float32)
+    _route(logits.contiguous().numpy(), normalises, ids.numpy(), weights.numpy())
+    return ids, weights

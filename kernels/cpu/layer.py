@@ -9,7 +9,7 @@ from numba import prange
 from ..backend import LayerParts
 from ..layout import PagedLayout
 from .attention import attend, write_token
-from .elementwise import ACTIVATIONS, add_row, gated_row, norm_row, turn
+from .elementwise import ACTIVATIONS, add_row, gated_products, narrow_row, norm_row, turn, widen_row
 from .jit import inline, own_storage, parallel, storage
 from .linear import packed_product, packed_products
 from .simd import narrow, widen
@@ -21,15 +21,13 @@ _NO_BIAS = np.empty(0, np.float32)
 @inline
 def _widen_rows(x, out):
     for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = widen(x[i, j])
+        widen_row(x[i], out[i])
 
 
 @inline
 def _narrow_rows(x, out):
     for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = narrow(x[i, j], out[i, j])
+        narrow_row(x[i], out[i])
 
 
 @inline
@@ -73,10 +71,7 @@ def _gate_rows(gate, up, kind, like, out):
     """Write activation(gate) * up to fp32 `out`, all three rounded to the dtype of the array `like`."""
     stored = np.empty((3, gate.shape[1]), like.dtype)
     for i in range(gate.shape[0]):
-        _narrow_rows(gate[i : i + 1], stored[:1])
-        _narrow_rows(up[i : i + 1], stored[1:2])
-        gated_row(stored[0], stored[1], kind, stored[2])
-        _widen_rows(stored[2:], out[i : i + 1])
+        gated_products(gate[i], up[i], kind, stored, out[i])
 
 
 @parallel

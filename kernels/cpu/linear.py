@@ -14,6 +14,7 @@ from numba import float32, prange
 
 from .copies import pack_panel
 from .jit import inline, parallel, storage
+from .pages import new_weight
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -170,7 +171,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
     whole = features // width
-    panels = weight.new_empty(-(-features // width), depth, width) if out is None else out
+    panels = new_weight(weight, -(-features // width), depth, width) if out is None else out
     panels[:whole] = weight[: whole * width].view(whole, width, depth).transpose(1, 2)
     if features % width:
         panels[whole] = F.pad(weight[whole * width :].t(), (0, width - features % width))

@@ -33,13 +33,13 @@ from .elementwise import (
 from .experts import (
     combine,
     combine_backward,
+    grouped,
     grouped_outer,
-    grouped_packed,
-    grouped_unpacked,
     pack_experts,
+    packed_experts,
     plan_experts,
 )
-from .functions import row_sums, softmax, top_k, unary
+from .functions import route, row_sums, softmax, top_k, unary
 from .heads import place_heads
 from .launch import INTERPRETED
 from .linear import FULL_WIDTH, MIN_CHUNK, products
@@ -206,9 +206,8 @@ __all__ = [
     "gated_activation_backward",
     "gated_halves",
     "gradient_product",
+    "grouped",
     "grouped_outer",
-    "grouped_packed",
-    "grouped_unpacked",
     "linear_packed",
     "linear_resume",
     "linear_unpacked",
@@ -216,12 +215,14 @@ __all__ = [
     "pack",
     "pack_experts",
     "pack_low_rank",
+    "packed_experts",
     "packed_rows",
     "place_heads",
     "plan_experts",
     "rms_norm",
     "rms_norm_backward",
     "rotary_tables",
+    "route",
     "row_sums",
     "sample",
     "share_reads",

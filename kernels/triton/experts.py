@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend import ExpertPlan
+from .elementwise import gated_halves
 from .launch import launch
 from .linear import BLOCK_K, _load_tile
 from .schedules import Tile
@@ -123,21 +124,24 @@ def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
     return ExpertPlan(pairs, rows.view(ids.shape).sort(-1).values, ends)
 
 
-def grouped_packed(
-    x: torch.Tensor, weight: torch.Tensor, features: int, plan: ExpertPlan, gather: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return each row of x times its expert's weight [features, depth], [P, features] in `dtype`."""
-    return grouped_unpacked(x, weight, plan, gather, dtype)
-
-
-def grouped_unpacked(
+def packed_experts(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: ExpertPlan,
-    gather: bool,
-    dtype: torch.dtype,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    inner: int,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
 ) -> torch.Tensor:
-    """Return the bits of `grouped_packed` for weights [E, features, depth] of any strides."""
+    """Return each token's sum of its experts' gated MLPs, [T, H] in x's dtype; see `Backend`."""
+    plan = plan_experts(ids, len(gate_up))
+    both = grouped(x, gate_up, plan, True, x.dtype)
+    y = grouped(gated_halves(both, activation), down, plan, False, x.dtype)
+    return combine(y, weights, plan, x.dtype)
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return each row of x times its expert's weight, [P, features] in `dtype`; weight [E, features, depth]."""
     x = x.to(weight.dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     experts, features, depth = weight.shape

@@ -70,3 +70,11 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     ids = x.new_empty(x.shape[0], k, dtype=torch.int64)
     launch(_top_k, (x.shape[0],), aligned(x), ids, x.shape[1], k, **one_row(x.shape[1]))
     return ids
+
+
+def route(logits: torch.Tensor, k: int, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k experts of each row, int64 [T, k], ascending, and their weights fp32 [T, k]; see `Backend`."""
+    scores = softmax(logits)
+    ids = top_k(scores, k).sort(-1).values
+    weights = scores.gather(-1, ids)
+    return ids, weights / row_sums(weights, 1)[:, None] if normalises else weights

@@ -179,6 +179,17 @@ def test_a_router_s_logits_are_not_rounded_and_its_ids_ascend(dtype):
     )
 
 
+@pytest.mark.parametrize("normalises", [False, True])
+def test_a_choice_in_one_launch_has_the_bits_of_its_functions(normalises):
+    logits = (torch.randn(300, 33) * 3).round(decimals=1)  # with ties
+    with ExactMode(Routing(33, 5)):
+        weights, ids = torch.topk(F.softmax(logits, dim=-1), 5, dim=-1)
+        if normalises:
+            weights /= weights.sum(-1, keepdim=True)
+    found_ids, found = ops.route(logits, 5, normalises)
+    assert torch.equal(found_ids, ids) and torch.equal(found, weights)
+
+
 def test_the_choice_of_a_router_is_seen_and_replaced():
     router, x = Router(), torch.randn(50, 24)
     own, seen = router(x), []

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import pathlib
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,26 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def flags_of_memory(address):
+    """What Linux notes about the mapping that an address lies in: "hg" for huge pages on request."""
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise LookupError(hex(address))
+
+
+@pytest.mark.skipif(not pathlib.Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
+@pytest.mark.parametrize("pack", [ops.PackedWeight.pack, lambda w: ops.PackedExperts.pack(w.view(8, 512, 1024))])
+def test_large_packed_weights_are_in_huge_pages_where_asking_helps(pack):
+    weight = torch.randn(4096, 1024)
+    panels = pack(weight).panels
+    assert "hg" in flags_of_memory(panels.data_ptr() + panels.nbytes // 2)
+    assert "hg" not in flags_of_memory(weight.data_ptr() + weight.nbytes // 2)
 
 
 def test_machine_code_of_different_tiles_has_different_names():
@@ -176,15 +198,27 @@ def test_row_wise_kernels_round_once_to_the_storage_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
 @pytest.mark.parametrize("values", [torch.randn, any_values])
-def test_rotary_is_what_the_models_code_does(dtype, values):
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_placed_as_the_models_code_does_it(dtype, values, normed):
+    """Norms, transformers' rotary embedding, keys and values in the cache."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    q, k = values(200, 4, 20, dtype=dtype), values(200, 2, 20, dtype=dtype)
+    q, k, v = values(200, 4, 20, dtype=dtype), values(200, 2, 20, dtype=dtype), values(200, 2, 20, dtype=dtype)
     cos, sin = (t.to(dtype) for t in cpu.rotary_tables(torch.arange(200) * 1000, torch.rand(10), 1.1))
+    norms = ((torch.randn(20).to(dtype), 1e-5), (torch.randn(20).to(dtype), 1e-2)) if normed else None
+    layout = ops.packed_layout([120, 80], 2, q.device)
+    caches = [cpu.new_kv_cache(layout.num_blocks, 2, 20, dtype, q.device) for _ in range(2)]
+    for cache in (*caches[0], *caches[1]):
+        cache.zero_()
+    ours = cpu.place_heads(q, k, v, norms, (cos, sin), layout, caches[0])
+    if normed:
+        q, k = (ops.rms_norm(x, *norm) for x, norm in zip((q, k), norms, strict=True))
     theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-    for ours, other in zip(cpu.elementwise.rotary(q, k, cos, sin), theirs, strict=True):
-        assert torch.equal(ours.nan_to_num(7.0), other[0].transpose(0, 1).nan_to_num(7.0))
+    expected_q, expected_k = (t[0].transpose(0, 1) for t in theirs)
+    cpu.write_kv(expected_k, v, layout, *caches[1])
+    for found, expected in ((ours, expected_q), *zip(*caches, strict=True)):
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_rotary_tables_are_close_to_fp64_and_independent_of_the_batch():

@@ -15,7 +15,15 @@ from samebits.model.coverage import UnderMode, is_router
 from samebits.model.families import TESTED
 from samebits.model.paged import group_size, hidden_states, new_kv_caches
 from samebits.model.roles import ExactMLP, ExactRMSNorm, role_of
-from samebits.model.rollout import FusedAttention, FusedLayer, PackedEmbedding, prepare_rollout
+from samebits.model.rollout import (
+    FusedAttention,
+    FusedLayer,
+    FusedRouter,
+    PackedEmbedding,
+    PlainRouter,
+    prepare_rollout,
+)
+from samebits.model.routing import RoutedExperts, routers
 from samebits.model.selfcheck import SelfCheck
 from samebits.model.stage import stage_model
 from samebits.trainer import token_logprobs
@@ -288,6 +296,38 @@ def test_routers_are_what_chooses_experts(tmp_path):
     assert sorted(routers) == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
     assert all((m.routing.num_experts, m.routing.top_k) == (6, 2) for m in routers.values())
     assert all(isinstance(m, UnderMode) for m in routers.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "form"),
+    [
+        ("qwen3_moe", {}, FusedRouter),
+        ("qwen3_moe", {"norm_topk_prob": False}, PlainRouter),
+        ("qwen2_moe", {}, PlainRouter),  # in a block that runs under the mode
+        ("mixtral", {}, FusedRouter),
+        ("granitemoe", {}, None),  # a softmax of the chosen
+        ("glm4_moe", {}, None),  # sigmoids, groups and a bias
+        ("ernie4_5_moe", {}, None),  # a bias
+    ],
+)
+def test_a_router_is_fused_only_where_the_form_is_its_own(tmp_path, family, settings, form):
+    """Fused or not, its choice is noted, and others that are given take its place, to the bits of the trainer."""
+    trainer = exact_model(make_family(tmp_path, family, **settings))
+    engine = exact_model(tmp_path)
+    prepare_rollout(engine)
+    forms = {type(router).__mro__[1] for router in routers(engine).values()}
+    assert forms == {form} if form else not any(issubclass(each, FusedRouter) for each in forms)
+    given, layout = torch.tensor(prompt_of(50)), ops.packed_layout([50], group_size(engine.config), engine.device)
+    with torch.no_grad():
+        for foreign in (False, True):
+            found = []
+            for model in (trainer, engine):
+                routed = RoutedExperts.of_batch(model, [50], None, note=True)
+                if foreign:
+                    routed.given = torch.arange(routed.noted.shape[2]).expand(routed.noted.shape)
+                caches = new_kv_caches(model, layout.num_blocks)
+                found.append((hidden_states(model, given, layout, caches, routed_experts=routed), routed.noted))
+            assert all(map(torch.equal, *found))
 
 
 def run_checks(model):

@@ -135,6 +135,24 @@ def test_activation_checkpointing_meets_the_same_experts(paths, family):
     assert same((torch.cat(first).detach(), gradients), plain)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_drafted_rollouts_replay_to_their_bits(paths, family):
+    """Also those of tokens whose rows were first written by a wrong draft."""
+    config = {"method": "suffix", "num_speculative_tokens": 4}
+    llm = LLM(paths(family), kv_cache_memory_bytes=1 << 22, speculative_config=config)
+    model = exact_model(paths(family))
+    for seed in (1, 1, 2):  # the second call is drafted from the first, rightly; the third finds other tokens
+        params = SamplingParams(n=3, max_tokens=40, seed=seed, ignore_eos=True, routed_experts=True)
+        outputs = llm.generate(SEQUENCES, params, use_tqdm=False)
+        for output, completion in ((o, c) for o in outputs for c in o.completions):
+            sequence = output.prompt_token_ids + completion.token_ids
+            with torch.no_grad():
+                (found,) = token_logprobs(model, [sequence], params, routed_experts=[completion.routed_experts])
+            assert found[len(output.prompt_token_ids) :].tolist() == completion.logprobs
+    stats = llm.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens, "no draft was right, or none was wrong"
+
+
 def test_rollouts_are_scored_again_with_their_experts(paths):
     path = paths("qwen3_moe")
     model = exact_model(path)
