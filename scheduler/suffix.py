@@ -18,8 +18,8 @@ MAX_PLACES = 16  # of one run that are followed, the newest
 LONGER = (4, 2, 1)  # times `min_match`: runs to look for. Among few different tokens a short one says little
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
-PART, MAX_PART, MAX_PARTS = 2**12, 2**16, 8  # of a pool: tokens of the smallest and of a merged one, and their number
-MAX_POOLS = 16  # of the salts used last
+PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
+MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
 HASH_BASE = 0x9E3779B97F4A7C15
 
@@ -110,14 +110,14 @@ class Pool:
     def add(self, rollout: array) -> None:
         """Take a finished rollout in; it is found once there are enough of them for a part."""
         self._new.append(rollout)
-        texts = self._new
-        if _count(texts) < PART:
+        if _count(self._new) < PART:
             return
-        self._new = []
+        texts, self._new = self._new, []
         while self._parts and _count(self._parts[-1][1]) <= _count(texts) < MAX_PART:
             texts = self._parts.pop()[1] + texts
         self._parts.append((StillIndex([self._length], texts), texts))
-        del self._parts[:-MAX_PARTS]
+        while sum(_count(part) for _, part in self._parts) > MAX_POOL:
+            del self._parts[0]
 
     def find(self, run: list[int]) -> list[Place]:
         """Return places after this run, of `length` tokens, in the newest part that has any."""

@@ -121,7 +121,7 @@ def test_the_longest_runs_are_drafted_from_other_prompts_of_the_same_salt(monkey
 def test_a_pool_finds_what_its_newest_parts_hold_and_no_more(monkeypatch):
     monkeypatch.setattr(suffix, "PART", 40)
     monkeypatch.setattr(suffix, "MAX_PART", 160)
-    monkeypatch.setattr(suffix, "MAX_PARTS", 5)
+    monkeypatch.setattr(suffix, "MAX_POOL", 900)
     rng = random.Random(0)
     pool = Pool(3)
     texts = []
@@ -130,8 +130,9 @@ def test_a_pool_finds_what_its_newest_parts_hold_and_no_more(monkeypatch):
         pool.add(texts[-1])
         kept = [text for _, part in pool._parts for text in part]
         assert kept == texts[len(texts) - len(pool._new) - len(kept) : len(texts) - len(pool._new)]
-        assert sum(map(len, kept)) <= 5 * 2 * (160 + 40)
+        assert sum(map(len, kept)) <= 900
         assert sum(map(len, pool._new)) < 40
+        assert len(pool._parts) <= 12
     found = 0
     for run in itertools.product(range(9), repeat=3):
         following = [after(text, run) for _, part in pool._parts for text in part]
