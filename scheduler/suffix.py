@@ -60,7 +60,7 @@ class StillIndex:
     Two runs of equal hash are taken for the same: a draft may be wrong.
     """
 
-    def __init__(self, lengths: Seq[int], texts: list[Seq[int]]):
+    def __init__(self, lengths: Seq[int], texts: Seq[Seq[int]]):
         tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
         self._text = Text(tokens.tolist())
         self._hashes: dict[int, tuple[array, array]] = {}  # by length: sorted hashes, and the place after each run
