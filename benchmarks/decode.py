@@ -9,7 +9,6 @@ import argparse
 import statistics
 import time
 
-import numba
 import numpy as np
 import torch
 
@@ -18,18 +17,6 @@ from samebits.kernels import cpu, ops
 from samebits.model.paged import group_size, head_dim, new_kv_caches
 
 LAYER_ROWS = getattr(cpu, "LAYER_ROWS", 0)
-
-
-@numba.njit(parallel=True, nogil=True, fastmath=True)
-def _sums(x):
-    out = np.empty(64, np.float32)
-    size = x.size // 64
-    for part in numba.prange(64):
-        total = np.float32(0)
-        for i in range(part * size, (part + 1) * size):
-            total += x[i]
-        out[part] = total
-    return out
 
 
 def seconds_of(run, repeats: int) -> list[float]:
@@ -43,9 +30,9 @@ def seconds_of(run, repeats: int) -> list[float]:
 
 def bandwidth() -> float:
     """Return the bytes a second that a pass over memory reads."""
-    memory = np.ones(2**27, np.float32)
-    _sums(memory)
-    return memory.nbytes / statistics.median(seconds_of(lambda: _sums(memory), 9))
+    memory = torch.ones(2**27)
+    memory.sum()
+    return memory.nbytes / statistics.median(seconds_of(memory.sum, 9))
 
 
 def step_seconds(llm: LLM, rows: int, steps: int, seed: int) -> float:

@@ -32,7 +32,9 @@ class Sample(Sequence):
     def __init__(self, request: Request, index: int, max_tokens: int, use_prefix_cache: bool):
         super().__init__(-1, request.prompt_token_ids, max_tokens, index, use_prefix_cache)  # numbered when submitted
         self.request = request
-        self.seed = request.seed
+        by = request.params
+        drawn = request.seed, index, by.temperature, by.top_k, by.top_p, by.min_p
+        self.random_key = drawn if by.temperature else ()  # nothing but the logits decides a greedy token
         self.sampled: list[SampledToken] = []
         self.versions: list[tuple[int, bool]] = []  # of each sampled token: weight version, stale KV
         self.finish_reason: str | None = None

@@ -101,11 +101,6 @@ class Record:
     shares: list[float] = field(default_factory=list)
     start: int = 0
 
-    def fade(self, factor: float) -> None:
-        """Give what was seen so far less weight."""
-        self.offered *= factor
-        self.accepted *= factor
-
 
 class Speculator:
     """Decides how many tokens to draft: as many as lower the time per token, by what rows cost and drafts have hit.
@@ -172,8 +167,9 @@ class Speculator:
         sampled = seq.token_ids[record.start :]
         if not record.draft or not sampled:
             return
-        record.fade(0.8)
-        self._all.fade(0.99)
+        for each, kept in ((record, 0.8), (self._all, 0.99)):
+            each.offered *= kept
+            each.accepted *= kept
         for token, drafted, share in zip(sampled, record.draft, record.shares, strict=False):
             for each in (record, self._all):
                 each.offered += share

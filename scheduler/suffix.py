@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ MAX_PLACES = 16  # of one run that are followed, the newest
 LONGER = (4, 2, 1)  # times `min_match`: runs to look for. Among few different tokens a short one says little
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
+PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
+MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
 HASH_BASE = 0x9E3779B97F4A7C15
 
@@ -29,7 +32,6 @@ class Text:
 
 
 Place = tuple[Text, int]  # a text, and the number of a token in it
-Stream = tuple[int, int]  # of random numbers: a seed and a sample index
 
 
 class LiveIndex:
@@ -58,7 +60,7 @@ class StillIndex:
     Two runs of equal hash are taken for the same: a draft may be wrong.
     """
 
-    def __init__(self, lengths: Seq[int], texts: list[Seq[int]]):
+    def __init__(self, lengths: Seq[int], texts: Seq[Seq[int]]):
         tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
         self._text = Text(tokens.tolist())
         self._hashes: dict[int, tuple[array, array]] = {}  # by length: sorted hashes, and the place after each run
@@ -68,17 +70,22 @@ class StillIndex:
             order = np.argsort(hashes, kind="stable")
             self._hashes[length] = (array("Q", hashes[order].tobytes()), array("q", places[order].tobytes()))
 
-    def find(self, run: list[int]) -> list[Place]:
-        """Return the newest places after this run, whose length is one of `lengths`."""
-        wanted = 0
-        for token in run:
-            wanted = (wanted * HASH_BASE + token) % 2**64
-        hashes, places = self._hashes[len(run)]
+    def find(self, length: int, wanted: int) -> list[Place]:
+        """Return the newest places after runs of this length, one of `lengths`, and this hash."""
+        hashes, places = self._hashes[length]
         first = bisect_left(hashes, wanted)
         if hashes[first : first + 1] != array("Q", [wanted]):
             return []
         last = bisect_right(hashes, wanted, first)
         return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last]]
+
+
+def _hash(run: list[int]) -> int:
+    """Return the hash of one run, as `_hash_runs` has it."""
+    found = 0
+    for token in run:
+        found = (found * HASH_BASE + token) % 2**64
+    return found
 
 
 def _hash_runs(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -89,16 +96,50 @@ def _hash_runs(tokens: np.ndarray, length: int) -> np.ndarray:
     return hashes
 
 
+class Pool:
+    """The newest finished rollouts of all prompts, and the places after each run of `length` tokens.
+
+    They are indexed in parts, as they come; small parts are merged, so that there are few to look into.
+    """
+
+    def __init__(self, length: int):
+        self._length = length
+        self._new: list[array] = []
+        self._parts: list[tuple[StillIndex, list[array]]] = []  # oldest first
+
+    def add(self, rollout: array) -> None:
+        """Take a finished rollout in; it is found once there are enough of them for a part."""
+        self._new.append(rollout)
+        if _count(self._new) < PART:
+            return
+        texts, self._new = self._new, []
+        while self._parts and _count(self._parts[-1][1]) <= _count(texts) < MAX_PART:
+            texts = self._parts.pop()[1] + texts
+        self._parts.append((StillIndex([self._length], texts), texts))
+        while sum(_count(part) for _, part in self._parts) > MAX_POOL:
+            del self._parts[0]
+
+    def find(self, run: list[int]) -> list[Place]:
+        """Return places after this run, of `length` tokens, in the newest part that has any."""
+        wanted = _hash(run)
+        found = (part.find(self._length, wanted) for part, _ in reversed(self._parts))
+        return next(filter(None, found), [])
+
+
+def _count(texts: list[array]) -> int:
+    return sum(map(len, texts))
+
+
 @dataclass(eq=False)
 class Group:
     """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    still: of earlier rollouts. twins: the newest earlier rollout of each stream.
+    still: of earlier rollouts. twins: the newest earlier rollout by its `random_key`.
     """
 
     index: LiveIndex
     still: StillIndex | None
-    twins: dict[Stream, Seq[int]]
+    twins: dict[Hashable, Seq[int]]
     live: int = 0
     ended: int = 0
 
@@ -108,22 +149,24 @@ class Cursor:
     """A running sequence's own text, and the places in others that its last tokens led to.
 
     places: all those with the longest common context, and with shorter ones down to some length. known: tokens of the
-    sequence that are in `text`.
+    sequence that are in `text`. pool: other prompts' rollouts of its salt.
     """
 
     key: bytes
     group: Group
+    pool: Pool
     text: Text
     known: int
     places: list[Place] = field(default_factory=list)
 
 
 class SuffixDrafter:
-    """Drafts from the sequence itself and its prompt; `shared`: and from other rollouts of the prompt, old and new.
+    """Drafts from the sequence itself and its prompt; `shared`: and from other rollouts.
 
-    Earlier rollouts are kept for at most `window` samples per prompt and MAX_HISTORY tokens in all; prompts that have
-    not been used for longest go first. A rollout of the same random numbers (seed and sample index) goes before all
-    others at the same position: under weights that moved a little, it draws the same tokens mostly.
+    Those of the prompt, old and new, go before those of other prompts, which only the longest runs lead to. Earlier
+    rollouts are kept for at most `window` samples per prompt and MAX_HISTORY tokens in all; prompts that have not been
+    used for longest go first. A rollout of the same `random_key` goes before all others at the same
+    position, as long as it agrees: under weights that moved a little, it draws the same tokens mostly.
     """
 
     def __init__(self, min_match: int, shared: bool, window: int):
@@ -133,18 +176,19 @@ class SuffixDrafter:
         self.window = window
         self._groups: dict[bytes, Group] = {}
         self._cursors: dict[int, Cursor] = {}
-        self._history: OrderedDict[bytes, deque[tuple[Stream, array]]] = OrderedDict()
+        self._history: OrderedDict[bytes, deque[tuple[Hashable, array]]] = OrderedDict()
         self._history_tokens = 0
+        self._pools: OrderedDict[bytes, Pool] = OrderedDict()  # by salt
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and the share of places that agree on each."""
         cursor = self._cursors.get(seq.seq_id)
         if cursor is None:
             cursor = self._cursors[seq.seq_id] = self._enter(seq)
-        twin = cursor.group.twins.get((seq.seed, seq.sample_index))
+        twin = cursor.group.twins.get(seq.random_key)
         known = seq.num_completion_tokens
         if twin is not None and known < len(twin):
-            since = max(0, known - self.min_match)
+            since = max(0, known - self.lengths[0])
             if twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :]):
                 tokens = [*twin[known : known + limit]]
                 return tokens, [1.0] * len(tokens)
@@ -165,7 +209,9 @@ class SuffixDrafter:
         if over and self._groups.get(cursor.key) is group:
             del self._groups[cursor.key]
         if self.shared:
-            self._keep(cursor.key, (seq.seed, seq.sample_index), array("i", seq.completion_token_ids))
+            rollout = array("i", seq.completion_token_ids)
+            self._keep(cursor.key, seq.random_key, rollout)
+            cursor.pool.add(rollout)
 
     def _enter(self, seq: Sequence) -> Cursor:
         """Begin to follow a sequence, by itself or in its prompt's group."""
@@ -180,7 +226,14 @@ class SuffixDrafter:
             group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
             group.index.extend(Text([]), prompt[-MAX_PROMPT:])
         group.live += 1
-        return Cursor(key, group, Text(tail), seq.num_prompt_tokens)
+        return Cursor(key, group, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
+
+    def _pool(self, salt: bytes) -> Pool:
+        pool = self._pools.setdefault(salt, Pool(self.lengths[0]))
+        self._pools.move_to_end(salt)
+        if len(self._pools) > MAX_POOLS:
+            self._pools.popitem(last=False)
+        return pool
 
     def _take_in(self, cursor: Cursor, seq: Sequence) -> None:
         """Index a sequence's new tokens, and leave the places that went on otherwise."""
@@ -199,23 +252,27 @@ class SuffixDrafter:
             run = cursor.text.tokens[-length:]
             if len(run) < length:
                 break
-            old = [] if cursor.group.still is None else cursor.group.still.find(run)
+            old = [] if cursor.group.still is None else cursor.group.still.find(length, _hash(run))
             found = old + cursor.group.index.find(run)
             if not found:
                 break
             best = found
-        return best[-MAX_PLACES:]
+        else:
+            return best[-MAX_PLACES:]
+        run = cursor.text.tokens[-self.lengths[0] :]  # known elsewhere it says more than a shorter one here
+        elsewhere = cursor.pool.find(run) if len(run) == self.lengths[0] else []
+        return elsewhere or best[-MAX_PLACES:]
 
-    def _keep(self, key: bytes, stream: Stream, rollout: array) -> None:
+    def _keep(self, key: bytes, random_key: Hashable, rollout: array) -> None:
         rollouts = self._history.setdefault(key, deque())
         self._history.move_to_end(key)
-        rollouts.append((stream, rollout))
+        rollouts.append((random_key, rollout))
         self._history_tokens += len(rollout)
         while len(rollouts) > self.window:
             self._history_tokens -= len(rollouts.popleft()[1])
         while self._history_tokens > MAX_HISTORY:
             _, oldest = self._history.popitem(last=False)
-            self._history_tokens -= sum(len(tokens) for _, tokens in oldest)
+            self._history_tokens -= _count([tokens for _, tokens in oldest])
 
 
 def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float]]:

@@ -158,6 +158,21 @@ def test_repeated_rollouts_of_equal_seeds_are_drafted_from_the_first(checkpoint)
     assert llm.stats().steps - steps < 80 / 4
 
 
+def test_rollouts_are_drafted_from_those_of_the_same_settings(checkpoint):
+    """Two validations with the same seeds, one greedy and one not, take nothing from each other."""
+    llm = LLM(checkpoint("qwen3"), speculative_config={"method": "suffix"})
+    settings = [
+        SamplingParams(max_tokens=80, seed=3, ignore_eos=True, temperature=temperature, top_k=top_k)
+        for temperature, top_k in ((1.0, 0), (0.0, 0), (0.7, 0), (1.0, 3))
+    ]
+    first = [completions(llm, [([5, 7, 9], params)]) for params in settings]
+    assert len({tuple(found[0][0].token_ids) for found in first}) == len(settings), "texts that differ"
+    for params, expected in zip(settings, first, strict=True):
+        steps = llm.stats().steps
+        assert completions(llm, [([5, 7, 9], params)]) == expected
+        assert llm.stats().steps - steps < 80 / 4
+
+
 def test_streams_show_drafted_tokens_as_any_others(checkpoint):
     path = checkpoint("qwen3")
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)

@@ -1,4 +1,7 @@
-"""A decoder layer of few rows in one launch: the other files' rows and panels, with no Python between them."""
+"""A decoder layer in one launch: the other files' rows and panels, with no Python between them.
+
+What is row-wise runs on one thread where the rows are few: waking the others costs more.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from .jit import inline, own_storage, parallel, storage
 from .linear import packed_product, packed_products
 from .simd import narrow, widen
 
-ROWS = 16  # at most: what is row-wise runs on one thread
+ROWS = 256  # at most: the scratch of more is better allocated by torch
+_SERIAL_ROWS = 16
 _NO_BIAS = np.empty(0, np.float32)
 
 
@@ -56,6 +60,12 @@ def _round_rows(x, like):
 
 
 @inline
+def _share(rows, part, parts):
+    """Return the rows of one of several about equal parts."""
+    return slice(rows * part // parts, rows * (part + 1) // parts)
+
+
+@inline
 def _add_rows(x, update, weight, eps, total, normed):
     """Round `update` fp32 and add it to x; norm the sums, where there is a norm."""
     rounded = np.empty(x.shape, x.dtype)
@@ -89,13 +99,21 @@ def _decoder_layer(
     turned, attended = np.empty((rows, heads, dim), np.float32), np.empty((rows, heads, dim), np.float32)
     lse = np.empty((rows, heads), np.float32)
     flat = attended.reshape(rows, heads * dim)
+    parts = programs if rows > _SERIAL_ROWS else 1
     update = np.empty((rows, hidden), np.float32)
     gate_out, up_out = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
 
     _widen_rows(normed, wide)
     for p in prange(q.shape[0] + k.shape[0] + v.shape[0]):
         packed_products(wide, p, q, k, v, bias_q, bias_k, bias_v, q_out, k_out, v_out)
-    _rotate_and_write(q_out, k_out, v_out, cos, sin, slot_mapping, k_cache, v_cache, turned)
+    if parts == 1:
+        _rotate_and_write(q_out, k_out, v_out, cos, sin, slot_mapping, k_cache, v_cache, turned)
+    else:
+        for part in prange(parts):
+            at = _share(rows, part, parts)
+            _rotate_and_write(
+                q_out[at], k_out[at], v_out[at], cos[at], sin[at], slot_mapping[at], k_cache, v_cache, turned[at]
+            )
     for program in prange(programs):
         attend(
             program, programs, turned, k_cache, v_cache, items, positions, block_tables, block_table_starts,
@@ -104,14 +122,30 @@ def _decoder_layer(
     _round_rows(flat, x[0, 0])
     for p in prange(o.shape[0]):
         packed_product(flat, o, p, bias_o, update)
-    _add_rows(x, update, middle, middle_eps, total, out)
-    _widen_rows(out, wide)
+    if parts == 1:
+        _add_rows(x, update, middle, middle_eps, total, out)
+        _widen_rows(out, wide)
+    else:
+        for part in prange(parts):
+            at = _share(rows, part, parts)
+            _add_rows(x[at], update[at], middle, middle_eps, total[at], out[at])
+            _widen_rows(out[at], wide[at])
     for p in prange(gate.shape[0] + up.shape[0]):
         packed_products(wide, p, gate, up, up[:0], bias_gate, bias_up, bias_up, gate_out, up_out, up_out)
-    _gate_rows(gate_out, up_out, kind, x, gate_out)
+    if parts == 1:
+        _gate_rows(gate_out, up_out, kind, x, gate_out)
+    else:
+        for part in prange(parts):
+            at = _share(rows, part, parts)
+            _gate_rows(gate_out[at], up_out[at], kind, x, gate_out[at])
     for p in prange(down.shape[0]):
         packed_product(gate_out, down, p, bias_down, update)
-    _add_rows(total, update, following, following_eps, total, out)
+    if parts == 1:
+        _add_rows(total, update, following, following_eps, total, out)
+    else:
+        for part in prange(parts):
+            at = _share(rows, part, parts)
+            _add_rows(total[at], update[at], following, following_eps, total[at], out[at])
 
 
 def decoder_layer(

@@ -10,8 +10,8 @@ PROMPTS = [[5, 7, 11 + i] for i in range(3)]
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 
 
-def generate(llm: LLM) -> list:
-    return [(c.token_ids, c.logprobs) for out in llm.generate(PROMPTS, PARAMS, use_tqdm=False) for c in out.completions]
+def generate(llm: LLM, prompts=PROMPTS) -> list:
+    return [(c.token_ids, c.logprobs) for out in llm.generate(prompts, PARAMS, use_tqdm=False) for c in out.completions]
 
 
 def layers_of(llm: LLM):
@@ -32,17 +32,30 @@ def launches(monkeypatch):
     return rows
 
 
+@pytest.fixture
+def two_threads():
+    """So that many rows are shared out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(checkpoint, family, dtype, launches, monkeypatch):
-    llm = LLM(checkpoint(family), dtype=dtype, kv_cache_memory_bytes=2**22)
-    launches.clear()
-    found = generate(llm)
-    assert len(PROMPTS) in launches and max(launches) <= cpu.LAYER_ROWS
-    llm.reset_prefix_cache()
-    launches.clear()
-    monkeypatch.setattr(cpu, "LAYER_ROWS", 0)
-    assert generate(llm) == found and not launches
+    llm = LLM(checkpoint(family), dtype=dtype, kv_cache_memory_bytes=2**24)
+    for number, tokens in ((3, 3), (17, 3), (40, 9)):
+        prompts = [[5, 7, *[11 + i] * (tokens - 2)] for i in range(number)]
+        monkeypatch.setattr(cpu, "LAYER_ROWS", 256)
+        launches.clear()
+        found = generate(llm, prompts)
+        assert number in launches and max(launches) <= cpu.LAYER_ROWS
+        llm.reset_prefix_cache()
+        launches.clear()
+        monkeypatch.setattr(cpu, "LAYER_ROWS", 0)
+        assert generate(llm, prompts) == found and not launches
 
 
 def test_a_hook_sees_its_module_and_the_others_keep_their_launches(checkpoint, launches):

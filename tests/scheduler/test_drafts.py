@@ -1,16 +1,18 @@
 """Drafts: where they come from, how many there are, and that what is remembered stays bounded. No model."""
 
+import itertools
 import random
+from array import array
 
 import pytest
 
 from samebits.scheduler import Sequence, SpeculativeConfig, Speculator, suffix
-from samebits.scheduler.suffix import SuffixDrafter
+from samebits.scheduler.suffix import Pool, SuffixDrafter
 
 
-def sequence(number, prompt, tokens=(), seed=0, max_tokens=10_000):
+def sequence(number, prompt, tokens=(), key=0, max_tokens=10_000):
     seq = Sequence(number, prompt, max_tokens)
-    seq.seed = seed
+    seq.random_key = key
     seq.token_ids += tokens
     return seq
 
@@ -41,7 +43,7 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
         tail = prompt[-min_match:]
         earlier = []
         for number in range(4):
-            seq = sequence(number, prompt, seed=number)
+            seq = sequence(number, prompt, key=number)
             for _ in range(rng.randint(5, 40)):
                 own = tail + seq.completion_token_ids
                 best, after = longest_match([prompt, own, *(earlier if shared else [])], own)
@@ -64,32 +66,86 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
 
 def test_a_rollout_of_the_same_random_numbers_goes_before_all_others():
     drafter = SuffixDrafter(2, True, window=8)
-    for number, (seed, tokens) in enumerate([(7, [5, 1, 2, 9]), (8, [5, 1, 2, 3]), (9, [5, 1, 2, 3])]):
-        seq = sequence(number, [5, 5], tokens, seed)
+    for number, (key, tokens) in enumerate([(7, [5, 1, 2, 9]), (8, [5, 1, 2, 3]), (9, [5, 1, 2, 3])]):
+        seq = sequence(number, [5, 5], tokens, key)
         drafter.propose(seq, 1)
         drafter.finish(seq)
-    assert drafter.propose(sequence(10, [5, 5], [5, 1, 2], seed=7), 3)[0] == [9]
-    assert drafter.propose(sequence(11, [5, 5], [5, 1, 2], seed=6), 3)[0] == [3]
+    assert drafter.propose(sequence(10, [5, 5], [5, 1, 2], key=7), 3)[0] == [9]
+    assert drafter.propose(sequence(11, [5, 5], [5, 1, 2], key=6), 3)[0] == [3]
 
 
 def test_drafts_follow_most_places_and_then_those_that_agreed():
     drafter = SuffixDrafter(2, True, window=8)
     for number, tokens in enumerate([[1, 2, 3], [1, 2, 4, 6], [1, 2, 4, 7], [1, 2, 4, 7]]):
-        seq = sequence(number, [8, 9], tokens, seed=number)
+        seq = sequence(number, [8, 9], tokens, key=number)
         drafter.propose(seq, 1)
         drafter.finish(seq)
-    assert drafter.propose(sequence(9, [8, 9], [1, 2], seed=9), 5) == ([4, 7], [3 / 4, 2 / 3])
+    assert drafter.propose(sequence(9, [8, 9], [1, 2], key=9), 5) == ([4, 7], [3 / 4, 2 / 3])
 
 
 def test_prompts_of_other_salts_share_nothing():
     drafter = SuffixDrafter(1, True, window=8)
-    seq = sequence(0, [5], [6, 7], seed=1)
+    seq = sequence(0, [5], [6, 7], key=1)
     drafter.propose(seq, 1)
     drafter.finish(seq)
-    other = sequence(1, [5], [6], seed=2)
+    other = sequence(1, [5], [6], key=2)
     other.cache_salt = b"another"
     assert drafter.propose(other, 1)[0] == []
-    assert drafter.propose(sequence(2, [5], [6], seed=2), 1)[0] == [7]
+    assert drafter.propose(sequence(2, [5], [6], key=2), 1)[0] == [7]
+
+
+def finished(drafter, number, prompt, tokens, salt=b""):
+    """Let a sequence come and go."""
+    seq = sequence(number, prompt, tokens, key=number)
+    seq.cache_salt = salt
+    drafter.propose(seq, 1)
+    drafter.finish(seq)
+
+
+def test_the_longest_runs_are_drafted_from_other_prompts_of_the_same_salt(monkeypatch):
+    monkeypatch.setattr(suffix, "PART", 1)
+    run = [*range(10, 18)]
+    drafter = SuffixDrafter(2, True, window=8)
+    finished(drafter, 0, [5, 5], [*run, 20, 21])
+    assert drafter.propose(sequence(1, [6, 6], run, key=1), 2) == ([20, 21], [1.0, 1.0])
+    assert drafter.propose(sequence(2, [6, 6], [9, *run[1:]], key=2), 2)[0] == [], "a run of 7 tokens"
+    salted = sequence(3, [6, 6], run, key=3)
+    salted.cache_salt = b"another"
+    assert drafter.propose(salted, 2)[0] == []
+    finished(drafter, 4, [6, 6], [*run[-3:], 30])
+    assert drafter.propose(sequence(5, [6, 6], run, key=5), 1)[0] == [20], "a shorter run of the prompt's own"
+    finished(drafter, 6, [6, 6], [*run, 40])
+    assert drafter.propose(sequence(7, [6, 6], run, key=7), 1)[0] == [40]
+
+
+def test_a_pool_finds_what_its_newest_parts_hold_and_no_more(monkeypatch):
+    monkeypatch.setattr(suffix, "PART", 40)
+    monkeypatch.setattr(suffix, "MAX_PART", 160)
+    monkeypatch.setattr(suffix, "MAX_POOL", 900)
+    rng = random.Random(0)
+    pool = Pool(3)
+    texts = []
+    for _ in range(400):
+        texts.append(array("i", [rng.randrange(9) for _ in range(rng.randint(1, 30))]))
+        pool.add(texts[-1])
+        kept = [text for _, part in pool._parts for text in part]
+        assert kept == texts[len(texts) - len(pool._new) - len(kept) : len(texts) - len(pool._new)]
+        assert sum(map(len, kept)) <= 900
+        assert sum(map(len, pool._new)) < 40
+        assert len(pool._parts) <= 12
+    found = 0
+    for run in itertools.product(range(9), repeat=3):
+        following = [after(text, run) for _, part in pool._parts for text in part]
+        places = [text.tokens[i] for text, i in pool.find([*run])]
+        assert bool(places) == any(following)
+        assert {*places} <= {*itertools.chain(*following)}
+        found += len(places)
+    assert found > 100
+
+
+def after(text, run):
+    """The slow way: the tokens that follow a run in a text."""
+    return [text[i] for i in range(len(run), len(text)) if tuple(text[i - len(run) : i]) == run]
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
@@ -98,16 +154,20 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     resident = sequence(10**6, [1, 1], [2])
     drafter.propose(resident, 1)  # its prompt's group never ends
     for number in range(300):
-        seq = sequence(number, [1, number % 9], range(number, number + 20), seed=number)
+        seq = sequence(number, [1, number % 9], range(number, number + 20), key=number)
         drafter.propose(seq, 1)
         drafter.finish(seq)
         assert drafter._history_tokens == sum(len(t) for kept in drafter._history.values() for _, t in kept) <= 500
         assert all(len(kept) <= 3 for kept in drafter._history.values())
         assert len(drafter._groups) <= 1
+        assert len(drafter._pools) == 1
         assert all(group.ended <= 7 for group in drafter._groups.values())
     drafter.finish(resident)
     assert not drafter._groups
     assert not drafter._cursors
+    for number in range(40):
+        finished(drafter, number, [1], [2], salt=bytes([number]))
+    assert [*drafter._pools] == [bytes([number]) for number in range(40 - suffix.MAX_POOLS, 40)]
 
 
 def speculator(seconds, draft, **config):
