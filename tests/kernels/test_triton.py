@@ -516,37 +516,75 @@ def test_row_wise_backward(dtype):
             assert error(grad, value, value.abs().max()) < 2e-6 + ROUNDING[dtype]
 
 
+class Heads(NamedTuple):
+    """A layer's heads before attention: 4 of queries, 2 of keys and values, of 9 tokens, two of them without a slot."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    norms: tuple[tuple[torch.Tensor, float], tuple[torch.Tensor, float]]
+    tables: tuple[torch.Tensor, torch.Tensor]
+    layout: ops.PagedLayout
+
+    @classmethod
+    def random(cls, dtype: torch.dtype, dim: int) -> "Heads":
+        torch.manual_seed(0)
+        both = wide_exponents(9, 7 * dim).to(dtype)
+        q, k, v = (t.unflatten(1, (-1, dim)) for t in both.split([4 * dim, dim, 2 * dim], 1))
+        tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1)
+        layout = ops.packed_layout([5, 4], 2, q.device)
+        layout.slot_mapping[[3, 8]] = -1
+        norms = (torch.randn(dim).to(dtype), 1e-5), (torch.randn(dim).to(dtype), 1e-2)
+        return cls(q, torch.cat((k, k.flip(2)), 1), v, norms, tuple(t.to(dtype) for t in tables), layout)
+
+    def place(self, normed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, the keys and the values of the cache."""
+        cache = [torch.zeros(2, 2, paged.BLOCK, self.q.shape[2], dtype=self.q.dtype) for _ in range(2)]
+        norms = self.norms if normed else None
+        return kernels.place_heads(self.q, self.k, self.v, norms, self.tables, self.layout, tuple(cache)), *cache
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [20, 32])
 def test_heads_are_placed_to_the_bits_of_separate_kernels(dtype, dim):
     """Norms, transformers' rotary embedding, the cache; tokens without a slot; products whose rows have gaps."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    torch.manual_seed(0)
-    both = wide_exponents(9, 7 * dim).to(dtype)
-    q, k, v = (t.unflatten(1, (-1, dim)) for t in both.split([4 * dim, dim, 2 * dim], 1))
-    k = torch.cat((k, k.flip(2)), 1)
-    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1)
-    for table, expected in zip(
-        tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1), strict=True
-    ):
-        assert table.shape == expected.shape
-    cos, sin = (t.to(dtype) for t in tables)
-    layout = ops.packed_layout([5, 4], 2, q.device)
-    layout.slot_mapping[[3, 8]] = -1
-    norms = (torch.randn(dim).to(dtype), 1e-5), (torch.randn(dim).to(dtype), 1e-2)
-    for given in (None, norms):
-        a, b = q, k
-        if given:
-            a, b = (
-                kernels.rms_norm(x.reshape(-1, dim), *n)[0].view(x.shape) for x, n in zip((q, k), norms, strict=True)
-            )
+    case = Heads.random(dtype, dim)
+    cos, sin = case.tables
+    for normed in (False, True):
+        a, b = case.q, case.k
+        if normed:
+            pairs = zip((a, b), case.norms, strict=True)
+            a, b = (kernels.rms_norm(x.reshape(-1, dim), *norm)[0].view(x.shape) for x, norm in pairs)
         turned = apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (a, b)), cos[None], sin[None])
         a, b = (t[0].transpose(0, 1) for t in turned)
-        caches = [torch.zeros(2, 2, 2, paged.BLOCK, dim, dtype=dtype) for _ in range(2)]
-        kernels.write_kv(b, v, layout, *caches[0])
-        assert torch.equal(kernels.place_heads(q, k, v, given, (cos, sin), layout, tuple(caches[1])), a)
-        assert torch.equal(*caches) and caches[0].any()
+        cache = [torch.zeros(2, 2, paged.BLOCK, dim, dtype=dtype) for _ in range(2)]
+        kernels.write_kv(b, case.v, case.layout, *cache)
+        assert all(map(torch.equal, case.place(normed), (a, *cache))) and cache[0].any()
+
+
+def test_rotary_tables_are_the_cpus_in_shape():
+    given = torch.arange(9) * 1000, torch.rand(10), 1.1
+    for table, expected in zip(kernels.rotary_tables(*given), cpu.rotary_tables(*given), strict=True):
+        assert table.shape == expected.shape and error(table, expected.double(), 1.0) < 1e-6
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_negative_control_heads_placed_otherwise_differ(normed):
+    """One rounding instead of one a step; another eps; a slot further."""
+    case = Heads.random(torch.bfloat16, 32)
+    q, keys, values = case.place(normed)
+    norms = tuple((weight.float(), eps) for weight, eps in case.norms)
+    wide = Heads(*(t.float() for t in case[:3]), norms, tuple(t.float() for t in case.tables), case.layout)
+    once = [t.bfloat16() for t in wide.place(normed)]
+    assert not torch.equal(once[0], q) and not torch.equal(once[1], keys) and torch.equal(once[2], values)
+    other = case._replace(norms=((case.norms[0][0], 1e-2), case.norms[1]))
+    assert torch.equal(other.place(normed)[0], q) != normed and torch.equal(other.place(normed)[1], keys)
+    case.layout.slot_mapping[0] += 20
+    case.layout.uploaded = None
+    moved = case.place(normed)
+    assert torch.equal(moved[0], q) and not torch.equal(moved[1], keys) and not torch.equal(moved[2], values)
 
 
 @pytest.mark.parametrize("part", [512, 4096])
