@@ -87,7 +87,7 @@ def all_tiles(dtype: torch.dtype) -> Iterator[Tile]:
     stages, warps = ((2, 4), (4, 8)) if many else ((3,), (4,))
     for m, n, stage, warp, split in itertools.product(heights, widths, stages, warps, (True, False)):
         yield Tile(m, n, stage, warp, split)
-    if half and torch.cuda.get_device_capability() >= (9, 0):
+    if half and linear.has_copy_engine(torch.device("cuda")):
         yield from (Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256)))
 
 
