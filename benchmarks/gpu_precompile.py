@@ -110,6 +110,8 @@ def linears(size: str, dtype: torch.dtype, tiles: list[Tile], rows: tuple[int, .
                 products(x, [w], [None], out)
             if half and joined:
                 products(x, list(w.split(joined)), [None] * len(joined), dtype)
+            if half and part == "gate_up":
+                MODULES["linear"].gated_products(x, list(w.split(joined)), [None, None], "silu", dtype)
         for tile in tiles:
             x = torch.empty(1100 if tile.tma else 130, depth, dtype=dtype)
             for out in {torch.float32, dtype} if tile.tma else {torch.float32}:

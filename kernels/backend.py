@@ -175,6 +175,19 @@ class Backend(Protocol):
         result, and the sum is rounded.
         """
 
+    def gated_packed(
+        self,
+        x: Tensor,
+        gate: tuple[Any, int, Tensor | None],
+        up: tuple[Any, int, Tensor | None],
+        name: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return `gated_activation` of `linear_packed` of a gate and its up, as it takes them: the same bits.
+
+        Both are rounded to `dtype`, which is the result's, too; `name` is one of ACTIVATIONS.
+        """
+
     def linear_unpacked(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32
     ) -> Tensor:

@@ -89,6 +89,56 @@ def test_no_tile_changes_a_bit_of_a_product(dtype):
         assert torch.equal(alone, out[rows].to(dtype)), rows
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "features"),
+    [
+        *((dtype, "silu", 70) for dtype in DTYPES),
+        (torch.bfloat16, "silu", 130),
+        (torch.float16, "gelu", 33),
+        (torch.float32, "gelu_pytorch_tanh", 70),
+    ],
+)
+def test_an_activation_within_a_product_has_the_bits_of_its_steps(dtype, name, features):
+    """In one chunk and two, by one program and several; persistent tiles take their steps apart."""
+    torch.manual_seed(0)
+    x = wide_exponents(19, 173).to(dtype)
+    pair = [wide_exponents(features, 173).to(dtype) / 8 for _ in range(2)]
+    assert chunks(173, features) == (2 if features < 100 else 1)
+    tiles = [Tile(16, 32, 2, 4, True), Tile(32, 128, 2, 4, True), Tile(16, 64, 2, 4, False)]
+    for biases in ([None, None], [torch.randn(features).to(dtype), None]):
+        expected = kernels.gated_activation(*products(x, pair, biases, dtype, tiles[1]), name)
+        for tile in (*tiles, Tile(32, 128, 2, 4, False, tma=True)):
+            assert torch.equal(linear.gated_products(x, pair, biases, name, dtype, tile), expected), tile
+        given = [(w, features, b) for w, b in zip(pair, biases, strict=True)]
+        assert torch.equal(kernels.gated_packed(x[2:3], *given, name, dtype), expected[2:3])
+        unrounded = kernels.gated_activation(*products(x, pair, biases, torch.float32, tiles[1]), name).to(dtype)
+        assert torch.equal(unrounded, expected) == (dtype == torch.float32), "a control: gate and up are rounded"
+
+
+def test_an_engine_s_gate_and_up_are_one_launch(checkpoint, monkeypatch):
+    """Not where an adapter or a hook wants to see them."""
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    trained = exact_model(path, "float32").model.layers[0].mlp
+    x = torch.randn(5, trained.gate_proj.in_features)
+    expected = trained(x)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    mlp = llm.engine.executor.workers[0].runner.model.model.layers[0].mlp
+    calls = []
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(16, 64, 2, 4, True))
+    launch = linear.launch
+
+    def record(kernel, grid, *args, **options):
+        calls.append(options["ACTIVATION"])
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(linear, "launch", record)
+    assert torch.equal(mlp(x), expected) and calls == [0, -1]
+    calls.clear()
+    seen: list[torch.Tensor] = []
+    mlp.up_proj.register_forward_hook(lambda module, given, out: seen.append(out))
+    assert torch.equal(mlp(x), expected) and calls == [-1, -1, -1] and len(seen) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_low_rank_update_has_the_bits_of_its_steps(dtype):
     torch.manual_seed(0)
@@ -769,6 +819,9 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
     ("_linear", {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT": True}, 64, 5, 0),
     ("_linear", {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": True}, 128, 2, 0),
     ("_linear", {"BLOCK_M": 128, "SPLIT": False, "CHUNKED": False}, 128, 2, 0),
+    ("_linear", {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT": False, "ACTIVATION": 0}, 64, 5, 0),
+    ("_linear", {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": True, "ACTIVATION": 0}, 128, 2, 0),
+    ("_linear", {"BLOCK_M": 128, "SPLIT": False, "CHUNKED": False, "ACTIVATION": 0}, 128, 2, 0),
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNKED": False}, 128, 1, 0),
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 256}, 208, 1, 0),
     ("_attention", {"DIM": 128, "BLOCK_M": 16}, 208, 2, 8),
@@ -832,7 +885,7 @@ def test_kernels_compile(capability, tmp_path):
             assert not c["scalar_loads"], f"loads of one element: {c}"
         assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
         exact = "_linear", "_linear_persistent", "_rms_norm", "_place_heads", "_grouped", "_combine"
-        if c["kernel"] in exact and "*bf16" in c["dtypes"]:
+        if c["kernel"] in exact and "*bf16" in c["dtypes"] and c["constants"].get("ACTIVATION") != 1:  # gelu's erf
             assert not c["contracted"], f"a * b + c was fused: {c}"
-        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish", "_softmax", "_row_sums"):
+        if c["kernel"] in ("_rms_norm", "_peaks", "_scores", "_softmax", "_row_sums"):
             assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"
