@@ -142,7 +142,8 @@ def others(dtype: torch.dtype, heads: tuple[int, int, int], widths: tuple[int, .
     params, none = ops.RowParams.repeat(8), np.zeros(8, np.int64)
     settings = params.temperature, params.top_k, params.top_p, params.min_p, params.masks, params.mask_rows
     counters = none.astype(np.uint64), none, none
-    MODULES["sampling"].sample(torch.empty(8, vocab), *settings, torch.full((8,), -1), *counters)
+    for targets in (torch.full((8,), -1), none):
+        MODULES["sampling"].sample(torch.empty(8, vocab), *settings, targets, *counters)
 
 
 def main() -> None:

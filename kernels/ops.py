@@ -381,8 +381,8 @@ def sample(
     samples = np.zeros(rows, np.int64) if samples is None else samples
     positions = np.zeros(rows, np.int64) if positions is None else positions
     settings = params.temperature, params.top_k, params.top_p, params.min_p, params.masks, params.mask_rows
-    targets = torch.from_numpy(np.ascontiguousarray(targets)) if isinstance(targets, np.ndarray) else targets
-    return backend(logits.device).sample(logits, *settings, targets.contiguous(), seeds, samples, positions)
+    targets = targets if isinstance(targets, np.ndarray) else targets.contiguous()
+    return backend(logits.device).sample(logits, *settings, targets, seeds, samples, positions)
 
 
 class TokenLogprobs(NamedTuple):

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from samebits import LLM, NumericsError, SamplingParams
-from samebits.engine import cuda_graphs
+from samebits.engine import cuda_graphs, sampler
 from samebits.kernels import contract, cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
@@ -674,6 +675,82 @@ def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
     assert torch.equal(ours.scores.argmax[decided], theirs.scores.argmax[decided])
 
 
+_FREE = {
+    "view", "slice", "select", "unbind", "empty", "new_empty", "detach", "alias", "as_strided", "_unsafe_view", "t",
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be given: kernels of ours, kernels of torch's, uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in _FREE:
+            self.found[f"torch: {name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counted while the mode is on."""
+    mode = Launches()
+
+    def counted(name, function):
+        def call(first, *args, **options):
+            mode.found[name or first.fn.__name__] += 1
+            with torch._C._DisableTorchDispatch():
+                return function(first, *args, **options)
+
+        return call
+
+    for module in (linear, sampling):
+        monkeypatch.setattr(module, "launch", counted(None, module.launch))
+    for module in (ops, sampling):
+        monkeypatch.setattr(module, "to_device", counted("upload", module.to_device))
+    return mode
+
+
+def test_what_a_decode_step_launches_beside_its_graph(checkpoint, launches, monkeypatch):
+    """From hidden states to tokens: one upload, three kernels and none of torch's; a filter costs one kernel."""
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(16, 64, 2, 4, True))
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    runner = llm.engine.executor.workers[0].runner
+    hidden = torch.randn(5, runner.model.config.hidden_size)
+
+    def metadata(tokens, top_k=0):
+        rows = len(tokens)
+        zeros, params = np.zeros(rows, np.int64), ops.RowParams.repeat(rows, top_k=top_k)
+        given = zeros - 1, zeros.astype(np.uint64), zeros, zeros, params, [-1] * rows, False
+        return sampler.SamplingMetadata(np.array(tokens), *given)
+
+    def count(*given):
+        launches.found.clear()
+        with launches:
+            output = sampler.sample(runner.head, hidden, metadata(*given))
+        return output.token_ids, dict(launches.found)
+
+    plain = {"_linear": 1, "upload": 1, "_peaks": 1, "_scores": 1}
+    with torch.inference_mode():
+        every, found = count([0, 1, 2, 3, 4])
+        assert found == plain
+        assert count([0, 1, 2], 5)[1] == plain | {"_thresholds": 1}
+        some, found = count([0, 3, 4])
+        assert torch.equal(some, every[[0, 3, 4]]) and found == plain | {"upload": 2, "torch: index": 1}
+        runner._last_token_ids = every
+        launches.found.clear()
+        with launches:
+            same = runner._token_ids(np.arange(-1, -6, -1))
+            assert same is not None and not launches.found
+            mixed = runner._token_ids(np.array([7, -4, 9, -1]))
+        assert torch.equal(same, every) and mixed.tolist() == [7, int(every[3]), 9, int(every[0])]
+        assert dict(launches.found) == {"upload": 1, "torch: cat": 1, "torch: index": 1}
+
+
 def row_of(kind: str, vocab: int) -> torch.Tensor:
     torch.manual_seed(0)
     row = torch.randn(vocab)
@@ -855,7 +932,7 @@ def test_kernels_compile(capability, tmp_path):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
-        "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_sums", "_finish",
+        "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_scores",
         "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
     if capability == 90:
