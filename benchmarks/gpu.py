@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -89,23 +90,29 @@ def parts(args: argparse.Namespace) -> list[Part]:
     return found
 
 
-def precompile() -> list[subprocess.Popen]:
-    """Start processes that compile the kernels, one per core."""
+def precompile(device: str, tiny: bool) -> list[subprocess.Popen]:
+    """Start processes that compile the kernels, one per core; on a CPU they bind the kernels' arguments, no more."""
     count = os.cpu_count() or 1
     command = ["nice", sys.executable, str(HERE / "gpu_precompile.py")]
-    return [subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)]
+    options = [*["--tiny"][:tiny], *["--dry"][: device == "cpu"]]
+    shares = [[*command, str(i), str(count), *options] for i in range(count)]
+    return [subprocess.Popen(s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for s in shares]
 
 
-def finish(compilers: list[subprocess.Popen], deadline: float) -> list[str]:
-    """Wait for them; return what they say."""
-    said = []
+def finish(compilers: list[subprocess.Popen], deadline: float, result: dict[str, Any]) -> None:
+    """Wait for them; keep what they say, and as an error what fails."""
+    result["compiled"] = []
     for process in compilers:
         try:
-            said.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0].strip())
+            said = process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0].strip()
         except subprocess.TimeoutExpired:
             process.kill()
-            said.append("a process that compiles was still at it")
-    return said
+            said = "a process that compiles was still at it"
+        if process.returncode:
+            repeat = shlex.join(process.args)  # type: ignore[arg-type]
+            result["errors"]["precompile"] = {"kind": "failed", "message": said, "case": said[-200:], "repeat": repeat}
+        result["compiled"].append(said.rpartition("\n")[2])
+    print("compiled ahead:", *result["compiled"], sep="\n  ", flush=True)
 
 
 def restore_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
@@ -208,11 +215,10 @@ def main() -> None:
         last_probe = [part for part in wanted if part.group == "probes"][-1]
 
         def after(part: Part) -> None:
-            if part.name == "versions" and not (args.device == "cpu" or args.tiny or args.part):
-                compilers.extend(precompile())  # beside the probes
+            if part.name == "versions" and not args.part:
+                compilers.extend(precompile(args.device, args.tiny))  # beside the probes
             if part is last_probe and compilers:
-                result["compiled"] = finish(compilers, deadline)
-                print("compiled ahead:", *result["compiled"], sep="\n  ", flush=True)
+                finish(compilers, deadline, result)
             write(args.out, result)
 
         replies = run_parts(wanted, command, pathlib.Path(folder), deadline, ahead)

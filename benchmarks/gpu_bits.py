@@ -25,6 +25,7 @@ from isolate import note
 
 linear = import_module("samebits.kernels.triton.linear")
 paged = import_module("samebits.kernels.triton.attention")
+elementwise = import_module("samebits.kernels.triton.elementwise")
 gradients = import_module("samebits.kernels.triton.attention_backward")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -87,7 +88,7 @@ def all_tiles(dtype: torch.dtype) -> Iterator[Tile]:
     stages, warps = ((2, 4), (4, 8)) if many else ((3,), (4,))
     for m, n, stage, warp, split in itertools.product(heights, widths, stages, warps, (True, False)):
         yield Tile(m, n, stage, warp, split)
-    if half and torch.cuda.get_device_capability() >= (9, 0):
+    if half and linear.has_copy_engine(torch.device("cuda")):
         yield from (Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256)))
 
 
@@ -124,6 +125,13 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
             report["compared"] += 1
             if not all(torch.equal(out, whole[:count].to(out.dtype)) for out in outs):
                 report["differ"].append(f"{name} {part}: {tile}")
+        if part == "gate_up":  # as the engine launches them, and in steps
+            pair, none = list(w.split(features // 2)), [None, None]
+            steps = elementwise.gated_activation(*linear.products(x[:few], pair, none, dtype), "silu")
+            for tile in (None, Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False), Tile(128, 128, 3, 8, False)):
+                report["compared"] += 1
+                if not torch.equal(linear.gated_products(x[:few], pair, none, "silu", dtype, tile), steps):
+                    report["differ"].append(f"{name} gate_up with its activation: {tile}")
         if part == "qkv":  # as the engine launches them
             parts = w.split([features // 2, features // 4, features // 4])
             biases = [wide_exponents(len(parts[0]), device=device, dtype=dtype), None, parts[2][:, 0].contiguous()]

@@ -96,10 +96,15 @@ class ModelRunner:
         return output
 
     def _token_ids(self, token_ids: np.ndarray) -> Tensor:
-        ids = ops.to_device(token_ids, self.model.device)
-        if token_ids.min() < 0:  # sampled by the step before, which may still run
-            ids = torch.where(ids < 0, self._last_token_ids[(-1 - ids).clamp_(min=0)], ids)
-        return ids
+        """Return the ids on the device, those below 0 from the step before, which may still run."""
+        count, last = len(token_ids), self._last_token_ids
+        if token_ids.min() >= 0:
+            return ops.to_device(token_ids, self.model.device)
+        if np.array_equal(token_ids, -1 - np.arange(count)):  # it sampled all of them, in this order
+            return last[:count]
+        places = np.where(token_ids < 0, -1 - token_ids, len(last) + np.arange(count))
+        uploaded = ops.to_device(np.concatenate((token_ids, places)), self.model.device)
+        return torch.cat((last, uploaded[:count]))[uploaded[count:]]
 
     def _forward(self, given: Tensor, layout: ops.PagedLayout) -> Tensor:
         """Return the hidden states of token ids [T], or of hidden states [T, hidden] of the stage before."""

@@ -99,27 +99,38 @@ class SamplingMetadata:
 class SamplerOutput:
     """The tokens of a step, on their way from the device: nothing waits for them but `wait`.
 
-    numbers f64 [R, 4]: token id, log-prob, log-prob before temperature and filters, rank; the last two are 0 where they
-    weren't asked for. alternatives: ids and log-probs of the rows that ask for them.
+    token_ids int64 [R], logprobs f64 [R]. raw_logprobs f64 [R]: before temperature and filters; ranks int64 [R]: None
+    where nobody asks for them. alternatives: ids and log-probs of the rows that ask for them.
     """
 
-    def __init__(self, numbers: Tensor, alternatives: dict[int, tuple[Tensor, Tensor]]):
-        self.token_ids = numbers[:, 0].long()
-        self._numbers = numbers.to("cpu", non_blocking=True)
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprobs: Tensor,
+        raw_logprobs: Tensor | None,
+        ranks: Tensor | None,
+        alternatives: dict[int, tuple[Tensor, Tensor]],
+    ):
+        self.token_ids = token_ids
+        columns = token_ids, logprobs, raw_logprobs, ranks
+        self._columns = [None if c is None else c.to("cpu", non_blocking=True) for c in columns]
         self._alternatives = {}
-        for row, (ids, logprobs) in alternatives.items():
-            self._alternatives[row] = ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if numbers.device.type == "cuda" else None
+        for row, (ids, values) in alternatives.items():
+            self._alternatives[row] = ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if token_ids.device.type == "cuda" else None
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(numbers.device))
+            self._copied.record(torch.cuda.current_stream(token_ids.device))
 
     def wait(self) -> list[SampledToken]:
-        """Return the tokens in the order of the rows. Log-probs are NaN where the logits aren't finite."""
+        """Return the tokens in the order of the rows. Log-probs, fp32, are NaN where the logits aren't finite."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens = []
-        for token, logprob, raw, rank in self._numbers.tolist():
-            tokens.append(SampledToken(int(token), logprob, raw, int(rank)))
+        count = len(self.token_ids)
+        columns: list[list] = []
+        for column in self._columns:
+            rounded = column.float() if column is not None and column.is_floating_point() else column
+            columns.append([0] * count if rounded is None else rounded.tolist())
+        tokens = [SampledToken(token, logprob, raw, rank) for token, logprob, raw, rank in zip(*columns, strict=True)]
         for row, (ids, logprobs) in self._alternatives.items():
             tokens[row].top_logprobs = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
         return tokens
@@ -127,31 +138,44 @@ class SamplerOutput:
 
 def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Return the tokens that the metadata asks for. hidden: of all tokens of the step, [T, hidden]; head: lm_head."""
-    numbers = [torch.empty(0, 4, dtype=torch.float64, device=hidden.device)]
+    columns: list[tuple[Tensor | None, ...]] = []
     alternatives: dict[int, tuple[Tensor, Tensor]] = {}
+    ranked = max(metadata.num_logprobs, default=-1) >= 0
     for start in range(0, len(metadata), LOGIT_ROWS):
         part = metadata[start : start + LOGIT_ROWS]
-        logits = head.logits(hidden[ops.to_device(part.tokens, hidden.device)])
-        found, best = _sample_logits(logits, part)
-        numbers.append(found)
+        found, best = _sample_logits(head.logits(_rows(hidden, part.tokens)), part, ranked)
+        columns.append(found)
         alternatives |= {start + row: pair for row, pair in best.items()}
-    return SamplerOutput(torch.cat(numbers), alternatives)
+    if not columns:
+        columns = [(hidden.new_empty(0, dtype=torch.int64), hidden.new_empty(0, dtype=torch.float64), None, None)]
+    return SamplerOutput(*map(_join, zip(*columns, strict=True)), alternatives)  # type: ignore[arg-type]
 
 
-def _sample_logits(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
-    """Return the numbers and alternatives of fp32 logits [R, V], as `SamplerOutput` takes them. Changes the logits."""
+def _rows(hidden: Tensor, tokens: np.ndarray) -> Tensor:
+    """Return the tokens' rows: where these are neighbours, as in decoding, nothing is copied."""
+    first, count = int(tokens[0]), len(tokens)
+    if np.array_equal(tokens, np.arange(first, first + count)):
+        return hidden[first : first + count]
+    return hidden[ops.to_device(tokens, hidden.device)]
+
+
+def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if len(found) > 1 else next(iter(found), None)
+
+
+def _sample_logits(
+    logits: Tensor, metadata: SamplingMetadata, ranked: bool
+) -> tuple[tuple[Tensor | None, ...], dict[int, tuple[Tensor, Tensor]]]:
+    """Return the columns and alternatives of fp32 logits [R, V], as `SamplerOutput` takes them. Changes the logits."""
     params = metadata.params
-    targets = ops.to_device(metadata.targets, logits.device)
     counters = metadata.seeds, metadata.sample_indices, metadata.positions
-    tokens, scores, thresholds = ops.sample(logits, params, targets, *counters)
-    numbers = torch.zeros(len(logits), 4, dtype=torch.float64, device=logits.device)
-    numbers[:, 0] = tokens
-    numbers[:, 1] = scores.logprob.float()
+    tokens, scores, thresholds = ops.sample(logits, params, metadata.targets, *counters)
+    raw = ranks = None
     if metadata.raw_logprobs:
-        plain = ops.sample(logits, ops.RowParams.repeat(len(logits)), tokens).scores
-        numbers[:, 2] = plain.logprob.float()
+        raw = ops.sample(logits, ops.RowParams.repeat(len(logits)), tokens).scores.logprob
     alternatives = {}
-    if max(metadata.num_logprobs) >= 0:
+    if ranked:
         for row, masked in params.outside(logits.shape[1], logits.device):
             logits[row].masked_fill_(masked, -torch.inf)
     for row, count in enumerate(metadata.num_logprobs):
@@ -161,7 +185,7 @@ def _sample_logits(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, 
             logp = torch.where(logp >= thresholds[row], (logp.double() - scores.logsumexp[row]).float(), -torch.inf)
             values, ids = logp.topk(min(count, logp.numel()))
             alternatives[row] = ids, values
-    if max(metadata.num_logprobs) >= 0:
+    if ranked:
         sampled = tokens.clamp(min=0)[:, None]  # none of logits that aren't finite
-        numbers[:, 3] = 1.0 + (logits > logits.gather(1, sampled)).sum(1)
-    return numbers, alternatives
+        ranks = 1 + (logits > logits.gather(1, sampled)).sum(1)
+    return (tokens, scores.logprob, raw, ranks), alternatives

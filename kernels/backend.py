@@ -175,6 +175,19 @@ class Backend(Protocol):
         result, and the sum is rounded.
         """
 
+    def gated_packed(
+        self,
+        x: Tensor,
+        gate: tuple[Any, int, Tensor | None],
+        up: tuple[Any, int, Tensor | None],
+        name: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return `gated_activation` of `linear_packed` of a gate and its up, as it takes them: the same bits.
+
+        Both are rounded to `dtype`, which is the result's, too; `name` is one of ACTIVATIONS.
+        """
+
     def linear_unpacked(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
@@ -367,7 +380,7 @@ class Backend(Protocol):
         min_p: np.ndarray,
         masks: np.ndarray,
         mask_rows: np.ndarray,
-        targets: Tensor,
+        targets: Tensor | np.ndarray,
         seeds: np.ndarray,
         samples: np.ndarray,
         positions: np.ndarray,
@@ -377,6 +390,6 @@ class Backend(Protocol):
         The distribution is tempered, filtered (top-k, top-p, min-p, in this order; ties at an edge stay in) and
         renormalised. [R] each: temperature f64 (0: greedy, reported at 1), top_k i64 (0: off), top_p and min_p f64,
         mask_rows i64 (the row's place among `masks` u32 [M, ceil(V / 32)], or -1 for none: bit j % 32 of word j // 32
-        allows token j), targets int64 (the token to score, or -1 to draw one), and the draw's counters: seeds u64,
-        samples i64, positions i64.
+        allows token j), targets int64, on the host or beside the logits (the token to score, or -1 to draw one), and
+        the draw's counters: seeds u64, samples i64, positions i64.
         """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..kernels import ops
-from .linear import ExactLinear, products
+from .linear import ExactLinear, gated
 
 _PLACEHOLDERS = {"gate_proj", "up_proj", "down_proj"}
 
@@ -48,8 +48,7 @@ class ExactMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(activation(gate(x)) * up(x))."""
-        gate, up = products(x, self.gate_proj, self.up_proj)
-        return self.down_proj(ops.gated_activation(gate, up, self.activation))
+        return self.down_proj(gated(x, self.gate_proj, self.up_proj, self.activation))
 
 
 class ExactRotary(nn.Module):

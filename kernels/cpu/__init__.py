@@ -60,6 +60,17 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
+def gated_packed(
+    x: torch.Tensor,
+    gate: tuple[np.ndarray, int, torch.Tensor | None],
+    up: tuple[np.ndarray, int, torch.Tensor | None],
+    name: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return `gated_activation` of `linear_packed` of a gate and its up, [rows, features] in `dtype`."""
+    return gated_activation(*linear_packed(x, [gate, up], dtype), name)
+
+
 def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long.
 
@@ -124,6 +135,7 @@ __all__ = [
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",
+    "gated_packed",
     "gradient_product",
     "grouped",
     "grouped_outer",

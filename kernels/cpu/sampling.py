@@ -300,7 +300,7 @@ def sample(
     min_p: np.ndarray,
     masks: np.ndarray,
     mask_rows: np.ndarray,
-    targets: torch.Tensor,
+    targets: torch.Tensor | np.ndarray,
     seeds: np.ndarray,
     samples: np.ndarray,
     positions: np.ndarray,
@@ -310,6 +310,7 @@ def sample(
     The most likely token is -1 where a token was drawn by chance.
     """
     rows = logits.shape[0]
+    targets = torch.from_numpy(np.ascontiguousarray(targets)) if isinstance(targets, np.ndarray) else targets
     tokens, thresholds = torch.empty_like(targets), logits.new_empty(rows)
     scores = logits.new_empty(4, rows, dtype=torch.float64)
     _sample(

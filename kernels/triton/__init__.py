@@ -42,7 +42,7 @@ from .experts import (
 from .functions import route, row_sums, softmax, top_k, unary
 from .heads import place_heads
 from .launch import INTERPRETED
-from .linear import FULL_WIDTH, MIN_CHUNK, products
+from .linear import FULL_WIDTH, MIN_CHUNK, gated_products, products
 from .sampling import sample
 from .work import small_lengths, tile_tokens, work_items
 
@@ -141,6 +141,17 @@ def linear_packed(
     return outs
 
 
+def gated_packed(
+    x: torch.Tensor,
+    gate: tuple[torch.Tensor, int, torch.Tensor | None],
+    up: tuple[torch.Tensor, int, torch.Tensor | None],
+    name: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return `gated_activation` of `linear_packed` of a gate and its up, in one launch: the same bits."""
+    return gated_products(x, [gate[0], up[0]], [gate[2], up[2]], name, dtype)
+
+
 def linear_unpacked(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -205,6 +216,7 @@ __all__ = [
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",
+    "gated_packed",
     "gradient_product",
     "grouped",
     "grouped_outer",

@@ -121,11 +121,17 @@ def _share(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def activated(x, up, KIND: tl.constexpr):
+    """Return activation(x) * up, fp32; KIND: the activation's place in ACTIVATIONS."""
+    return x * _share(x, KIND) * up
+
+
+@triton.jit
 def _gated(gate, up, out, size, KIND: tl.constexpr, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < size
     x = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
-    y = x * _share(x, KIND) * tl.load(up + i, mask=mask, other=0.0).to(tl.float32)
+    y = activated(x, tl.load(up + i, mask=mask, other=0.0).to(tl.float32), KIND)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -135,7 +141,7 @@ def _gated_halves(both, out, size, width, KIND: tl.constexpr, TILE: tl.constexpr
     mask = i < size
     place = i + i // width * width  # of the gate; its up is a width further
     x = tl.load(both + place, mask=mask, other=0.0).to(tl.float32)
-    y = x * _share(x, KIND) * tl.load(both + place + width, mask=mask, other=0.0).to(tl.float32)
+    y = activated(x, tl.load(both + place + width, mask=mask, other=0.0).to(tl.float32), KIND)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
 
 

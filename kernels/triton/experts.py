@@ -65,10 +65,11 @@ def _grouped(
         source = r
         if GATHER:
             source = (tl.load(pairs + r, mask=r_mask, other=0) // slots).to(tl.int32)
+        x_rows = x + source.to(tl.int64) * stride_x
         base = w + expert.to(tl.int64) * stride_e + f.to(tl.int64)[:, None] * stride_f
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, depth, BLOCK_K):
-            a = _load_tile(x, source, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
+            a = _load_tile(x_rows, r_mask, k, depth, EVEN_K, BLOCK_K)
             columns = k + tl.arange(0, BLOCK_K)
             mask = f_mask[:, None] if EVEN_K else f_mask[:, None] & (columns < depth)[None, :]
             b = tl.load(base + columns.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0)

@@ -9,16 +9,18 @@ depends on which arrives first: the last program of a tile to finish adds all of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .elementwise import ACTIVATIONS, activated, gated_activation
 from .launch import current_stream, has_copy_engine, launch, multiprocessors
 from .schedules import Tile, linear_tile
 
+_T = TypeVar("_T")
 BLOCK_K = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 MIN_CHUNK = 1024
 FULL_WIDTH = 2048  # with as many output features, tiles alone fill a GPU
@@ -30,9 +32,10 @@ def chunks(depth: int, features: int) -> int:
 
 
 @triton.jit
-def _load_tile(pointer, rows, row_mask, stride, k, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_tile(rows, row_mask, k, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load columns from k on of rows that begin at the addresses `rows`."""
     columns = k + tl.arange(0, BLOCK_K)
-    address = pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    address = rows[:, None] + columns[None, :]
     if EVEN_K:
         return tl.load(address, mask=row_mask[:, None], other=0.0)
     return tl.load(address, mask=row_mask[:, None] & (columns < depth)[None, :], other=0.0)
@@ -51,23 +54,27 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def _linear(
     x, w0, w1, w2, b0, b1, b2, o0, o1, o2, partials, arrivals,
     rows, depth, stride_x, n0, n1, n2, c0, c1, c2, s0, s1, s2,
-    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Multiply x [rows, depth] with up to three weights [n_i, depth]; c_i chunks of s_i each.
 
     SPLIT: a program computes a chunk of a tile. CHUNKED: one computes several; a second sum takes registers.
+    ACTIVATION: of two weights of n0 features, a gate's and its up's, write activation(gate) * up; -1: of none. A tile
+    has the columns of both then, in turn: a thread has a gate beside its up.
     """
+    gated: tl.constexpr = ACTIVATION >= 0
+    wide: tl.constexpr = BLOCK_N // 2 if gated else BLOCK_N  # features of a tile
     program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BLOCK_M)
-    first = tiles_m * tl.cdiv(n0, BLOCK_N) * (c0 if SPLIT else 1)
-    second = first + tiles_m * tl.cdiv(n1, BLOCK_N) * (c1 if SPLIT else 1)
+    first = tiles_m * tl.cdiv(n0, wide) * (c0 if SPLIT else 1)
+    second = first + tiles_m * tl.cdiv(n1, wide) * (c1 if SPLIT else 1)
     w, b, o, n, c, size, base, column0 = w0, b0, o0, n0, c0, s0, 0, 0
     if program >= second:
         w, b, o, n, c, size, base, column0 = w2, b2, o2, n2, c2, s2, second, n0 + n1
     elif program >= first:
         w, b, o, n, c, size, base, column0 = w1, b1, o1, n1, c1, s1, first, n0
-    tiles_n = tl.cdiv(n, BLOCK_N)
+    tiles_n = tl.cdiv(n, wide)
     tile = program - base
     chunk = 0
     if SPLIT:
@@ -75,26 +82,29 @@ def _linear(
         tile = tile % (tiles_m * tiles_n)
     tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
     r = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    f = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    f = column // 2 if gated else column
     r_mask, f_mask = r < rows, f < n
+    x_rows = x + r.to(tl.int64) * stride_x
+    w_rows = (tl.where(column % 2 == 0, w0, w1) if gated else w) + f.to(tl.int64) * depth
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SPLIT:
         start = tl.multiple_of(chunk * size, BLOCK_K)  # loads are whole vectors
         for k in range(start, tl.minimum(start + size, depth), BLOCK_K):
-            a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
-            d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
+            a = _load_tile(x_rows, r_mask, k, depth, EVEN_K, BLOCK_K)
+            d = _load_tile(w_rows, f_mask, k, depth, EVEN_K, BLOCK_K)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
     else:
         for k in range(0, tl.minimum(size, depth), BLOCK_K):
-            a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
-            d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
+            a = _load_tile(x_rows, r_mask, k, depth, EVEN_K, BLOCK_K)
+            d = _load_tile(w_rows, f_mask, k, depth, EVEN_K, BLOCK_K)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
         if CHUNKED:
             for part in range(1, c):
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for k in range(part * size, tl.minimum((part + 1) * size, depth), BLOCK_K):
-                    a = _load_tile(x, r, r_mask, stride_x, k, depth, EVEN_K, BLOCK_K)
-                    d = _load_tile(w, f, f_mask, depth, k, depth, EVEN_K, BLOCK_K)
+                    a = _load_tile(x_rows, r_mask, k, depth, EVEN_K, BLOCK_K)
+                    d = _load_tile(w_rows, f_mask, k, depth, EVEN_K, BLOCK_K)
                     acc = tl.dot(a, tl.trans(d), acc, input_precision="ieee")
                 total = total + acc
 
@@ -102,8 +112,8 @@ def _linear(
     last = True
     if SPLIT:
         if c > 1:  # partials [chunk, rows, all features]
-            width = n0 + n1 + n2
-            place = r.to(tl.int64)[:, None] * width + (column0 + f)[None, :]
+            width = 2 * n0 if gated else n0 + n1 + n2
+            place = r.to(tl.int64)[:, None] * width + (column0 + column)[None, :]
             whole = rows.to(tl.int64) * width
             tl.store(partials + chunk * whole + place, total, mask=mask, cache_modifier=".cg")
             tl.debug_barrier()  # every thread's part is written before this program counts as done
@@ -117,16 +127,23 @@ def _linear(
                     total = total + acc
     if last:
         if HAS_BIAS:
-            total = total + tl.load(b + f, mask=f_mask, other=0.0).to(tl.float32)[None, :]
-        address = o + r.to(tl.int64)[:, None] * n + f[None, :]
-        tl.store(address, total.to(o.dtype.element_ty), mask=mask)
+            biases = (tl.where(column % 2 == 0, b0, b1) if gated else b) + f
+            total = total + tl.load(biases, mask=f_mask, other=0.0).to(tl.float32)[None, :]
+        kind = o.dtype.element_ty
+        if gated:
+            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+            y = activated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION)
+            g = tile_n * wide + tl.arange(0, BLOCK_N // 2)
+            tl.store(o + r.to(tl.int64)[:, None] * n + g[None, :], y.to(kind), mask=r_mask[:, None] & (g < n)[None, :])
+        else:
+            tl.store(o + r.to(tl.int64)[:, None] * n + f[None, :], total.to(kind), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
 def _linear_persistent(
     x, w, bias, out, rows, depth, features, chunks, size,
-    HAS_BIAS: tl.constexpr, CHUNKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Multiply with one weight; x and w are descriptors for the copy engine (TMA), which gives zeros outside of them.
 
@@ -226,32 +243,37 @@ def _launch_persistent(x: torch.Tensor, part: _Product, tile: Tile) -> None:
     )  # fmt: skip
 
 
-def _launch(x: torch.Tensor, parts: list[_Product], tile: Tile) -> None:
-    """Launch up to three products as one."""
+def _launch(x: torch.Tensor, parts: list[_Product], tile: Tile, activation: str | None = None) -> None:
+    """Launch up to three products as one; with an activation, a gate's and its up's, to one result of both."""
     (rows, depth), block_k = x.shape, BLOCK_K[x.dtype]
-    sizes, counts = [part.features for part in parts], [part.chunks for part in parts]
-    tiles = [-(-rows // tile.block_m) * -(-n // tile.block_n) for n in sizes]
+    own, times = (parts, 1) if activation is None else (parts[:1], 2)  # columns of a feature
+    sizes, counts = [part.features for part in own], [part.chunks for part in own]
+    tiles = [-(-rows // tile.block_m) * -(-times * n // tile.block_n) for n in sizes]
     several = max(counts) > 1
     split = tile.split and several
     grid = sum(t * (c if split else 1) for t, c in zip(tiles, counts, strict=True))
-    biases = [part.bias for part in parts]
+    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+    outs, spans = [part.out for part in own], [part.span for part in own]
     has_bias = any(b is not None for b in biases)
-    weights, outs, spans = ([getattr(part, name) for part in parts] for name in ("weight", "out", "span"))
     if has_bias:
         biases = [w.new_zeros(len(w)) if b is None else b for b, w in zip(biases, weights, strict=True)]
-    partials = scratch(x.device, torch.float32, max(counts) * rows * sum(sizes) if split else 1)
+    partials = scratch(x.device, torch.float32, max(counts) * rows * times * sum(sizes) if split else 1)
     arrivals = scratch(x.device, torch.int32, grid)
-    none = 3 - len(parts)
     launch(
         _linear, (grid,),
-        x, *weights, *[weights[0]] * none, *(biases if has_bias else weights), *[weights[0]] * none,
-        *outs, *[outs[0]] * none, partials, arrivals,
-        rows, depth, x.stride(0), *sizes, *[0] * none, *counts, *[1] * none, *spans, *[depth] * none,
+        x, *_three(weights, weights[0]), *_three(biases if has_bias else weights, weights[0]), *_three(outs, outs[0]),
+        partials, arrivals,
+        rows, depth, x.stride(0), *_three(sizes, 0), *_three(counts, 1), *_three(spans, depth),
         HAS_BIAS=has_bias, SPLIT=split, CHUNKED=several and not split,
         EVEN_K=depth % block_k == 0 and all(s % block_k == 0 for s in spans),
+        ACTIVATION=-1 if activation is None else ACTIVATIONS.index(activation),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=8,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _three(values: list[_T], other: _T) -> list[_T]:
+    return [*values, *[other] * (3 - len(values))]
 
 
 def products(
@@ -281,3 +303,29 @@ def products(
                 if group:
                     _launch(x, group, tile)
     return [part.out for part in parts]
+
+
+def gated_products(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    activation: str,
+    out_dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return activation(gate) * up of the `products`, gate and up, of two weights: in one launch, to the same bits.
+
+    Both are rounded to `out_dtype` before. Persistent tiles, which have no columns to pair, and large ones that split,
+    which would need registers of another program, leave it to launches of their own.
+    """
+    features, depth = weights[0].shape
+    tile = tile or linear_tile(x.device, x.dtype, x.shape[0], 2 * features)
+    splits = tile.split and chunks(depth, features) > 1
+    if tile.tma or (splits and tile.block_m * tile.block_n > 64 * 64):
+        return gated_activation(*products(x, weights, biases, out_dtype, tile), activation)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    gate = _Product.of(x, weights[0].contiguous(), biases[0], out_dtype)
+    up = gate._replace(weight=weights[1].contiguous(), bias=biases[1])
+    if x.shape[0] > 0:
+        _launch(x, [gate, up], tile, activation)
+    return gate.out

@@ -16,19 +16,29 @@ import triton.language as tl
 from ..backend import Sampled, Scores
 from ..layout import to_device
 from .launch import aligned, launch
+from .linear import scratch
 
 _PART = 4096
+_COLUMNS = tl.constexpr(9)  # of a row's numbers, int64; the first three are the bits of fp64
+_TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _SEED, _SAMPLE, _POSITION, _MASK, _TARGET = map(tl.constexpr, range(9))
 _INFINITY = tl.constexpr(float("inf"))
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _row(logits, settings, counters, masks, vocab):
+def _number(numbers, NAME: tl.constexpr):
+    """Return one of the numbers of this program's row."""
+    value = tl.load(numbers + _COLUMNS * tl.program_id(0) + NAME)
+    return value.to(tl.float64, bitcast=True) if NAME < 3 else value
+
+
+@triton.jit
+def _row(logits, numbers, masks, vocab):
     """Return the temperature of this program's row, and what `_tempered` wants to know of the row."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(settings + 3 * row)
+    temperature = _number(numbers, _TEMPERATURE)
     divisor = tl.where(temperature == 0.0, 1.0, temperature).to(tl.float32)
-    mask = tl.load(counters + 5 * row + 4)
+    mask = _number(numbers, _MASK)
     return temperature, (logits + row * vocab, vocab, divisor, masks + mask * ((vocab + 31) // 32), mask >= 0)
 
 
@@ -62,16 +72,18 @@ def _largest(peaks, parts, PARTS: tl.constexpr):
     return most, tl.abs(most) < _INFINITY
 
 
-@triton.jit
-def _peaks(logits, settings, counters, masks, peaks, vocab, parts, PART: tl.constexpr):
-    """Write each part's largest tempered logit; infinite if a logit is not finite."""
+@triton.jit(do_not_specialize_on_alignment=["masks"])
+def _peaks(logits, numbers, masks, peaks, thresholds, vocab, parts, PART: tl.constexpr):
+    """Write each part's largest tempered logit, infinite if a logit is not finite; and a threshold that all reach."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, source = _row(logits, settings, counters, masks, vocab)
+    _, source = _row(logits, numbers, masks, vocab)
     j = part * PART + tl.arange(0, PART)
     raw = tl.load(logits + row * vocab + j, mask=j < vocab, other=0.0)
     bad = (~(tl.abs(raw) <= 3.4028235e38)).to(tl.int32)  # also a NaN
     most = tl.max(_tempered(source, j), 0)
     tl.store(peaks + row * parts + part, tl.where(tl.sum(bad, 0) > 0, _INFINITY, most))
+    if part == 0:
+        tl.store(thresholds + row, -_INFINITY)
 
 
 @triton.jit
@@ -138,14 +150,14 @@ def _threshold(
     return _unkey(low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["masks"])
 def _thresholds(
-    logits, settings, counters, masks, peaks, thresholds, candidates, vocab, parts,
+    logits, numbers, masks, peaks, thresholds, candidates, vocab, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    temperature, source = _row(logits, settings, counters, masks, vocab)
-    top_p, min_p, top_k = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2), tl.load(counters + 5 * row)
+    temperature, source = _row(logits, numbers, masks, vocab)
+    top_p, min_p, top_k = _number(numbers, _TOP_P), _number(numbers, _MIN_P), _number(numbers, _TOP_K)
     most, finite = _largest(peaks, parts, PARTS)
     candidates = candidates + row * ROOM
     threshold = tl.full((), -_INFINITY, tl.float32)
@@ -166,24 +178,6 @@ def _thresholds(
 def _weights(z, most, threshold):
     """Return fp64 weights of the tokens that reach the threshold, 0 for others."""
     return tl.where(z >= threshold, tl.exp(z - most), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _sums(
-    logits, settings, counters, masks, peaks, thresholds, sums, vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
-    """Write f64 [R, 3, parts]: sums of weights, and of weights * (tempered logit - largest); the first largest."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, source = _row(logits, settings, counters, masks, vocab)
-    most, _ = _largest(peaks, parts, PARTS)
-    j = part * PART + tl.arange(0, PART)
-    z = _tempered(source, j)
-    weights = _weights(z, most, tl.load(thresholds + row))
-    place = sums + 3 * row * parts + part
-    tl.store(place, tl.sum(weights, 0))
-    tl.store(place + parts, tl.sum(tl.where(weights > 0.0, weights * (z - most).to(tl.float64), 0.0), 0))
-    best = tl.min(tl.where((z == most) & (j < vocab), j, _NO_TOKEN), 0)
-    tl.store(place + 2 * parts, best.to(tl.float64))
 
 
 @triton.jit
@@ -211,7 +205,7 @@ def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
     start = tl.full((), -_INFINITY, tl.float64)
     chosen, last = -1, 0
     for part in range(parts):
-        mass = tl.load(sums + part)
+        mass = tl.load(sums + part, cache_modifier=".cg")
         here = (chosen < 0) & (mass > 0.0) & (before + mass > goal)
         chosen, start = tl.where(here, part, chosen), tl.where(here, before, start)
         last = tl.where(mass > 0.0, part, last)
@@ -222,41 +216,63 @@ def _draw(source, most, threshold, sums, parts, goal, PART: tl.constexpr):
     return tl.where(first < _NO_TOKEN, first, tl.max(tl.where(weights > 0.0, j, 0), 0)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "logprob", "entropy", "logsumexp", "argmax"])
+@triton.jit
 def _finish(
-    logits, settings, counters, masks, peaks, thresholds, sums, targets, tokens, logprob, entropy, logsumexp, argmax,
-    vocab, parts, PARTS: tl.constexpr, PART: tl.constexpr,
+    source, numbers, temperature, most, finite, threshold, sums, token, results, vocab, parts, PART: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    sums = sums + 3 * row * parts
-    temperature, source = _row(logits, settings, counters, masks, vocab)
-    most, finite = _largest(peaks, parts, PARTS)
-    threshold, token = tl.load(thresholds + row), tl.load(targets + row)
+    """Draw this program's row's token unless it is given, and write it with its scores to results [5, R]."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     total, mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     best = tl.full((), _NO_TOKEN, tl.float64)
     for part in range(parts):
-        total += tl.load(sums + part)
-        mean += tl.load(sums + parts + part)
-        best = tl.minimum(best, tl.load(sums + 2 * parts + part))
+        total += tl.load(sums + part, cache_modifier=".cg")
+        mean += tl.load(sums + parts + part, cache_modifier=".cg")
+        best = tl.minimum(best, tl.load(sums + 2 * parts + part, cache_modifier=".cg"))
     if token < 0:
         token = best.to(tl.int64)
         if finite & (temperature != 0.0):
-            u = _uniform(
-                tl.load(counters + 5 * row + 1), tl.load(counters + 5 * row + 2), tl.load(counters + 5 * row + 3)
-            )
+            u = _uniform(_number(numbers, _SEED), _number(numbers, _SAMPLE), _number(numbers, _POSITION))
             token = _draw(source, most, threshold, sums, parts, u * total, PART)
         token = tl.minimum(token, vocab - 1)
-    tl.store(tokens + row, token)
-
     here = tl.max(_tempered(source, token + tl.arange(0, 1)), 0)
     log_total = tl.log(total)
     log_sum_exp = most.to(tl.float64) + log_total
     wrong = tl.where(finite, 0.0, float("nan")).to(tl.float64)
     kept = tl.where(here >= threshold, here.to(tl.float64) - log_sum_exp, -_INFINITY)
-    tl.store(logprob + row, kept + wrong)
-    tl.store(entropy + row, log_total - mean / total + wrong)
-    tl.store(logsumexp + row, log_sum_exp + wrong)
-    tl.store(argmax + row, best + wrong)
+    tl.store(results + row, token.to(tl.float64, bitcast=True))
+    tl.store(results + rows + row, kept + wrong)
+    tl.store(results + 2 * rows + row, log_total - mean / total + wrong)
+    tl.store(results + 3 * rows + row, log_sum_exp + wrong)
+    tl.store(results + 4 * rows + row, best + wrong)
+
+
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["masks", "targets"])
+def _scores(
+    logits, numbers, masks, peaks, thresholds, targets, stride, sums, arrivals, results, vocab, parts,
+    PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Write f64 sums [R, 3, parts]: of weights, and of weights * (tempered logit - largest); the first largest.
+
+    The last of a row's programs to finish takes them all, and draws and scores the row's token.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, source = _row(logits, numbers, masks, vocab)
+    most, finite = _largest(peaks, parts, PARTS)
+    threshold = tl.load(thresholds + row)
+    j = part * PART + tl.arange(0, PART)
+    z = _tempered(source, j)
+    weights = _weights(z, most, threshold)
+    sums = sums + 3 * row * parts
+    tl.store(sums + part, tl.sum(weights, 0), cache_modifier=".cg")
+    shifted = tl.where(weights > 0.0, weights * (z - most).to(tl.float64), 0.0)
+    tl.store(sums + parts + part, tl.sum(shifted, 0), cache_modifier=".cg")
+    best = tl.min(tl.where((z == most) & (j < vocab), j, _NO_TOKEN), 0)
+    tl.store(sums + 2 * parts + part, best.to(tl.float64), cache_modifier=".cg")
+    tl.debug_barrier()  # all three are written before this program counts as done
+    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == parts - 1:
+        tl.store(arrivals + row, 0)  # as the next launch expects it
+        token = tl.load(targets + row * stride)
+        _finish(source, numbers, temperature, most, finite, threshold, sums, token, results, vocab, parts, PART)
 
 
 def sample(
@@ -267,32 +283,35 @@ def sample(
     min_p: np.ndarray,
     masks: np.ndarray,
     mask_rows: np.ndarray,
-    targets: torch.Tensor,
+    targets: torch.Tensor | np.ndarray,
     seeds: np.ndarray,
     samples: np.ndarray,
     positions: np.ndarray,
 ) -> Sampled:
     """Return a token of each row of fp32 logits [R, V], drawn or given, and its scores; see `Backend.sample`.
 
-    Waits for nothing.
+    Waits for nothing: one upload, two launches, and one more where a row has a filter.
     """
     logits = aligned(logits)
     rows, vocab = logits.shape
     device, parts = logits.device, -(-vocab // _PART)
-    settings = to_device(np.stack((temperature, top_p, min_p), 1).astype(np.float64), device)
-    columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, mask_rows
-    words = to_device((masks if masks.size else np.zeros((1, 1), np.uint32)).view(np.int32), device)
-    shared = logits, settings, to_device(np.stack(columns, 1), device), words
-    peaks, thresholds = logits.new_empty(rows, parts), logits.new_full((rows,), -torch.inf)
+    settings = np.stack((temperature, top_p, min_p), 1).astype(np.float64).view(np.int64)
+    on_host = isinstance(targets, np.ndarray)
+    columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, mask_rows, targets if on_host else top_k
+    host = np.concatenate((settings, np.stack(columns, 1)), 1).view(np.int32).reshape(-1)
+    words = masks.view(np.int32).reshape(-1)
+    uploaded = to_device(np.concatenate((host, words)), device)
+    numbers = uploaded[: host.size].view(torch.int64).view(rows, -1)
+    shared = logits, numbers, uploaded[host.size :] if words.size else uploaded
+    given = numbers[:, -1] if on_host else targets
+    peaks, thresholds = logits.new_empty(rows, parts), logits.new_empty(rows)
     shape = {"PARTS": triton.next_power_of_2(parts), "PART": _PART}
-    launch(_peaks, (rows, parts), *shared, peaks, vocab, parts, PART=_PART, num_warps=8)
+    launch(_peaks, (rows, parts), *shared, peaks, thresholds, vocab, parts, PART=_PART, num_warps=8)
     if ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
         candidates = logits.new_empty(rows, _PART)
         now = *shared, peaks, thresholds, candidates
         launch(_thresholds, (rows,), *now, vocab, parts, ROOM=_PART, **shape, num_warps=16)
-    sums = logits.new_empty((rows, 3, parts), dtype=torch.float64)
-    launch(_sums, (rows, parts), *shared, peaks, thresholds, sums, vocab, parts, **shape, num_warps=8)
-    tokens, scores = torch.empty_like(targets), Scores(*logits.new_empty((4, rows), dtype=torch.float64).unbind())
-    results = tokens, *scores
-    launch(_finish, (rows,), *shared, peaks, thresholds, sums, targets, *results, vocab, parts, **shape, num_warps=8)
-    return Sampled(tokens, scores, thresholds)
+    sums, results = (logits.new_empty(size, dtype=torch.float64) for size in ((rows, 3, parts), (5, rows)))
+    now = *shared, peaks, thresholds, given, given.stride(0), sums, scratch(device, torch.int32, rows), results
+    launch(_scores, (rows, parts), *now, vocab, parts, **shape, num_warps=8)
+    return Sampled(results[0].view(torch.int64), Scores(*results[1:].unbind()), thresholds)

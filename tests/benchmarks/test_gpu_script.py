@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -40,10 +41,41 @@ def test_a_tiny_run_of_everything(tmp_path):
     result = json.loads((tmp_path / "gpu_none.json").read_text())
     assert run.returncode == 0, (run.stdout, run.stderr, result["errors"])
     assert not result["skipped"]
+    assert len(result["compiled"]) == os.cpu_count() and all("bound, 0 failed" in said for said in result["compiled"])
     ran = {name for group in gpu.GROUPS for name in result[group]} | {"versions"}
     assert ran == {name for _, name, _ in gpu.PARTS} - set(gpu.ON_GPUS)
     assert result["bits"]["linear"]["compared"] > 20
     assert (tmp_path / "gpu_none.md").read_text().count("## ") > 5
+
+
+def precompile(*options: str, change: str = "") -> subprocess.CompletedProcess:
+    code = f"import torch, gpu_precompile\n{change}\ngpu_precompile.main()"
+    command = [sys.executable, "-c", code, "0", "1", "--dry", *options]
+    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+
+
+def test_calls_that_are_compiled_ahead_fit_the_kernels():
+    """Each is bound as a launch binds it; nothing is compiled. A control calls a kernel as it was called once."""
+    whole, tiny = precompile(), precompile("--tiny")
+    for run, least in ((whole, 200), (tiny, 60)):
+        assert run.returncode == 0, (run.stdout, run.stderr)
+        count, _, rest = run.stdout.partition(" bound, ")
+        assert int(count) > least and rest == "0 failed\n"
+    change = (
+        "module = gpu_precompile.MODULES['elementwise']\n"
+        "module.rms_norm = lambda x, *_: module.launch(module._rms_norm, (1,), x, x, num_warps=4)"
+    )
+    stale = precompile("--tiny", change=change)
+    assert stale.returncode == 1 and "_rms_norm: TypeError" in stale.stdout
+
+
+def test_a_failure_to_compile_ahead_fails_the_run():
+    result = fresh()
+    programs = "print('3 compiled, 0 failed')", "print('trace'); print('2 compiled, 1 failed; _linear'); exit(1)"
+    processes = [subprocess.Popen([sys.executable, "-c", p], stdout=subprocess.PIPE, text=True) for p in programs]
+    gpu.finish(processes, time.monotonic() + 60, result)
+    assert result["compiled"] == ["3 compiled, 0 failed", "2 compiled, 1 failed; _linear"]
+    assert set(result["errors"]) == {"precompile"}
 
 
 def test_failures_are_reported_with_their_case_and_others_go_on(tmp_path, monkeypatch, capsys):

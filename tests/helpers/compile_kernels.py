@@ -131,6 +131,10 @@ def catch_all(capability: int) -> None:
             x, w = torch.empty(64, 2048, dtype=dtype), torch.empty(1024, 2048, dtype=dtype)
             linear.products(x, [w, w, w], [torch.empty(1024, dtype=dtype)] * 3, dtype, tile)
             linear.products(x, [w, w, w], [None] * 3, dtype, tile)
+            for name, bias in (("silu", None), ("silu", torch.empty(1024, dtype=dtype)), ("gelu", None)):
+                for width in (1024, 4096) if bias is None and name == "silu" else (1024,):  # in two chunks, and in one
+                    gate_up = [torch.empty(width, 2048, dtype=dtype)] * 2
+                    linear.gated_products(x, gate_up, [bias] * 2, name, dtype, tile)
             linear.linear_tile = lambda *_, tile=tile: tile
             linear.products(x, [w], [None], torch.float32)
             for out in (dtype, torch.float32) if tile.tma else (dtype,):  # in one chunk

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from samebits import LLM, NumericsError, SamplingParams
-from samebits.engine import cuda_graphs
+from samebits.engine import cuda_graphs, sampler
 from samebits.kernels import contract, cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
@@ -87,6 +88,56 @@ def test_no_tile_changes_a_bit_of_a_product(dtype):
     ):
         alone = products(x[rows], [w], [b], dtype)[0]
         assert torch.equal(alone, out[rows].to(dtype)), rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "features"),
+    [
+        *((dtype, "silu", 70) for dtype in DTYPES),
+        (torch.bfloat16, "silu", 130),
+        (torch.float16, "gelu", 33),
+        (torch.float32, "gelu_pytorch_tanh", 70),
+    ],
+)
+def test_an_activation_within_a_product_has_the_bits_of_its_steps(dtype, name, features):
+    """In one chunk and two, by one program and several; persistent tiles take their steps apart."""
+    torch.manual_seed(0)
+    x = wide_exponents(19, 173).to(dtype)
+    pair = [wide_exponents(features, 173).to(dtype) / 8 for _ in range(2)]
+    assert chunks(173, features) == (2 if features < 100 else 1)
+    tiles = [Tile(16, 32, 2, 4, True), Tile(32, 128, 2, 4, True), Tile(16, 64, 2, 4, False)]
+    for biases in ([None, None], [torch.randn(features).to(dtype), None]):
+        expected = kernels.gated_activation(*products(x, pair, biases, dtype, tiles[1]), name)
+        for tile in (*tiles, Tile(32, 128, 2, 4, False, tma=True)):
+            assert torch.equal(linear.gated_products(x, pair, biases, name, dtype, tile), expected), tile
+        given = [(w, features, b) for w, b in zip(pair, biases, strict=True)]
+        assert torch.equal(kernels.gated_packed(x[2:3], *given, name, dtype), expected[2:3])
+        unrounded = kernels.gated_activation(*products(x, pair, biases, torch.float32, tiles[1]), name).to(dtype)
+        assert torch.equal(unrounded, expected) == (dtype == torch.float32), "a control: gate and up are rounded"
+
+
+def test_an_engine_s_gate_and_up_are_one_launch(checkpoint, monkeypatch):
+    """Not where an adapter or a hook wants to see them."""
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    trained = exact_model(path, "float32").model.layers[0].mlp
+    x = torch.randn(5, trained.gate_proj.in_features)
+    expected = trained(x)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    mlp = llm.engine.executor.workers[0].runner.model.model.layers[0].mlp
+    calls = []
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(16, 64, 2, 4, True))
+    launch = linear.launch
+
+    def record(kernel, grid, *args, **options):
+        calls.append(options["ACTIVATION"])
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(linear, "launch", record)
+    assert torch.equal(mlp(x), expected) and calls == [0, -1]
+    calls.clear()
+    seen: list[torch.Tensor] = []
+    mlp.up_proj.register_forward_hook(lambda module, given, out: seen.append(out))
+    assert torch.equal(mlp(x), expected) and calls == [-1, -1, -1] and len(seen) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -516,37 +567,75 @@ def test_row_wise_backward(dtype):
             assert error(grad, value, value.abs().max()) < 2e-6 + ROUNDING[dtype]
 
 
+class Heads(NamedTuple):
+    """A layer's heads before attention: 4 of queries, 2 of keys and values, of 9 tokens, two of them without a slot."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    norms: tuple[tuple[torch.Tensor, float], tuple[torch.Tensor, float]]
+    tables: tuple[torch.Tensor, torch.Tensor]
+    layout: ops.PagedLayout
+
+    @classmethod
+    def random(cls, dtype: torch.dtype, dim: int) -> "Heads":
+        torch.manual_seed(0)
+        both = wide_exponents(9, 7 * dim).to(dtype)
+        q, k, v = (t.unflatten(1, (-1, dim)) for t in both.split([4 * dim, dim, 2 * dim], 1))
+        tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1)
+        layout = ops.packed_layout([5, 4], 2, q.device)
+        layout.slot_mapping[[3, 8]] = -1
+        norms = (torch.randn(dim).to(dtype), 1e-5), (torch.randn(dim).to(dtype), 1e-2)
+        return cls(q, torch.cat((k, k.flip(2)), 1), v, norms, tuple(t.to(dtype) for t in tables), layout)
+
+    def place(self, normed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, the keys and the values of the cache."""
+        cache = [torch.zeros(2, 2, paged.BLOCK, self.q.shape[2], dtype=self.q.dtype) for _ in range(2)]
+        norms = self.norms if normed else None
+        return kernels.place_heads(self.q, self.k, self.v, norms, self.tables, self.layout, tuple(cache)), *cache
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [20, 32])
 def test_heads_are_placed_to_the_bits_of_separate_kernels(dtype, dim):
     """Norms, transformers' rotary embedding, the cache; tokens without a slot; products whose rows have gaps."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    torch.manual_seed(0)
-    both = wide_exponents(9, 7 * dim).to(dtype)
-    q, k, v = (t.unflatten(1, (-1, dim)) for t in both.split([4 * dim, dim, 2 * dim], 1))
-    k = torch.cat((k, k.flip(2)), 1)
-    tables = kernels.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1)
-    for table, expected in zip(
-        tables, cpu.rotary_tables(torch.arange(9) * 1000, torch.rand(dim // 2), 1.1), strict=True
-    ):
-        assert table.shape == expected.shape
-    cos, sin = (t.to(dtype) for t in tables)
-    layout = ops.packed_layout([5, 4], 2, q.device)
-    layout.slot_mapping[[3, 8]] = -1
-    norms = (torch.randn(dim).to(dtype), 1e-5), (torch.randn(dim).to(dtype), 1e-2)
-    for given in (None, norms):
-        a, b = q, k
-        if given:
-            a, b = (
-                kernels.rms_norm(x.reshape(-1, dim), *n)[0].view(x.shape) for x, n in zip((q, k), norms, strict=True)
-            )
+    case = Heads.random(dtype, dim)
+    cos, sin = case.tables
+    for normed in (False, True):
+        a, b = case.q, case.k
+        if normed:
+            pairs = zip((a, b), case.norms, strict=True)
+            a, b = (kernels.rms_norm(x.reshape(-1, dim), *norm)[0].view(x.shape) for x, norm in pairs)
         turned = apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (a, b)), cos[None], sin[None])
         a, b = (t[0].transpose(0, 1) for t in turned)
-        caches = [torch.zeros(2, 2, 2, paged.BLOCK, dim, dtype=dtype) for _ in range(2)]
-        kernels.write_kv(b, v, layout, *caches[0])
-        assert torch.equal(kernels.place_heads(q, k, v, given, (cos, sin), layout, tuple(caches[1])), a)
-        assert torch.equal(*caches) and caches[0].any()
+        cache = [torch.zeros(2, 2, paged.BLOCK, dim, dtype=dtype) for _ in range(2)]
+        kernels.write_kv(b, case.v, case.layout, *cache)
+        assert all(map(torch.equal, case.place(normed), (a, *cache))) and cache[0].any()
+
+
+def test_rotary_tables_are_the_cpus_in_shape():
+    given = torch.arange(9) * 1000, torch.rand(10), 1.1
+    for table, expected in zip(kernels.rotary_tables(*given), cpu.rotary_tables(*given), strict=True):
+        assert table.shape == expected.shape and error(table, expected.double(), 1.0) < 1e-6
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_negative_control_heads_placed_otherwise_differ(normed):
+    """One rounding instead of one a step; another eps; a slot further."""
+    case = Heads.random(torch.bfloat16, 32)
+    q, keys, values = case.place(normed)
+    norms = tuple((weight.float(), eps) for weight, eps in case.norms)
+    wide = Heads(*(t.float() for t in case[:3]), norms, tuple(t.float() for t in case.tables), case.layout)
+    once = [t.bfloat16() for t in wide.place(normed)]
+    assert not torch.equal(once[0], q) and not torch.equal(once[1], keys) and torch.equal(once[2], values)
+    other = case._replace(norms=((case.norms[0][0], 1e-2), case.norms[1]))
+    assert torch.equal(other.place(normed)[0], q) != normed and torch.equal(other.place(normed)[1], keys)
+    case.layout.slot_mapping[0] += 20
+    case.layout.uploaded = None
+    moved = case.place(normed)
+    assert torch.equal(moved[0], q) and not torch.equal(moved[1], keys) and not torch.equal(moved[2], values)
 
 
 @pytest.mark.parametrize("part", [512, 4096])
@@ -584,6 +673,82 @@ def test_distributions_and_draws_are_the_cpus(part, monkeypatch):
         assert error(values[sound], expected[sound], 1.0) < 1e-6
     decided = sound & (theirs.scores.argmax >= 0)
     assert torch.equal(ours.scores.argmax[decided], theirs.scores.argmax[decided])
+
+
+_FREE = {
+    "view", "slice", "select", "unbind", "empty", "new_empty", "detach", "alias", "as_strided", "_unsafe_view", "t",
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be given: kernels of ours, kernels of torch's, uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in _FREE:
+            self.found[f"torch: {name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counted while the mode is on."""
+    mode = Launches()
+
+    def counted(name, function):
+        def call(first, *args, **options):
+            mode.found[name or first.fn.__name__] += 1
+            with torch._C._DisableTorchDispatch():
+                return function(first, *args, **options)
+
+        return call
+
+    for module in (linear, sampling):
+        monkeypatch.setattr(module, "launch", counted(None, module.launch))
+    for module in (ops, sampling):
+        monkeypatch.setattr(module, "to_device", counted("upload", module.to_device))
+    return mode
+
+
+def test_what_a_decode_step_launches_beside_its_graph(checkpoint, launches, monkeypatch):
+    """From hidden states to tokens: one upload, three kernels and none of torch's; a filter costs one kernel."""
+    monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(16, 64, 2, 4, True))
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    runner = llm.engine.executor.workers[0].runner
+    hidden = torch.randn(5, runner.model.config.hidden_size)
+
+    def metadata(tokens, top_k=0):
+        rows = len(tokens)
+        zeros, params = np.zeros(rows, np.int64), ops.RowParams.repeat(rows, top_k=top_k)
+        given = zeros - 1, zeros.astype(np.uint64), zeros, zeros, params, [-1] * rows, False
+        return sampler.SamplingMetadata(np.array(tokens), *given)
+
+    def count(*given):
+        launches.found.clear()
+        with launches:
+            output = sampler.sample(runner.head, hidden, metadata(*given))
+        return output.token_ids, dict(launches.found)
+
+    plain = {"_linear": 1, "upload": 1, "_peaks": 1, "_scores": 1}
+    with torch.inference_mode():
+        every, found = count([0, 1, 2, 3, 4])
+        assert found == plain
+        assert count([0, 1, 2], 5)[1] == plain | {"_thresholds": 1}
+        some, found = count([0, 3, 4])
+        assert torch.equal(some, every[[0, 3, 4]]) and found == plain | {"upload": 2, "torch: index": 1}
+        runner._last_token_ids = every
+        launches.found.clear()
+        with launches:
+            same = runner._token_ids(np.arange(-1, -6, -1))
+            assert same is not None and not launches.found
+            mixed = runner._token_ids(np.array([7, -4, 9, -1]))
+        assert torch.equal(same, every) and mixed.tolist() == [7, int(every[3]), 9, int(every[0])]
+        assert dict(launches.found) == {"upload": 1, "torch: cat": 1, "torch: index": 1}
 
 
 def row_of(kind: str, vocab: int) -> torch.Tensor:
@@ -731,6 +896,9 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
     ("_linear", {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT": True}, 64, 5, 0),
     ("_linear", {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": True}, 128, 2, 0),
     ("_linear", {"BLOCK_M": 128, "SPLIT": False, "CHUNKED": False}, 128, 2, 0),
+    ("_linear", {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT": False, "ACTIVATION": 0}, 64, 5, 0),
+    ("_linear", {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": True, "ACTIVATION": 0}, 128, 2, 0),
+    ("_linear", {"BLOCK_M": 128, "SPLIT": False, "CHUNKED": False, "ACTIVATION": 0}, 128, 2, 0),
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNKED": False}, 128, 1, 0),
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 256}, 208, 1, 0),
     ("_attention", {"DIM": 128, "BLOCK_M": 16}, 208, 2, 8),
@@ -764,7 +932,7 @@ def test_kernels_compile(capability, tmp_path):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {c["kernel"] for c in compiled} >= {
         "_linear", "_attention", "_merge_segments", "_write_kv", "_grad_q", "_grad_kv", "_rms_norm", "_gated",
-        "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_sums", "_finish",
+        "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_scores",
         "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
     if capability == 90:
@@ -794,7 +962,7 @@ def test_kernels_compile(capability, tmp_path):
             assert not c["scalar_loads"], f"loads of one element: {c}"
         assert c["tma"] == (c["kernel"] == "_linear_persistent"), c
         exact = "_linear", "_linear_persistent", "_rms_norm", "_place_heads", "_grouped", "_combine"
-        if c["kernel"] in exact and "*bf16" in c["dtypes"]:
+        if c["kernel"] in exact and "*bf16" in c["dtypes"] and c["constants"].get("ACTIVATION") != 1:  # gelu's erf
             assert not c["contracted"], f"a * b + c was fused: {c}"
-        if c["kernel"] in ("_rms_norm", "_peaks", "_sums", "_finish", "_softmax", "_row_sums"):
+        if c["kernel"] in ("_rms_norm", "_peaks", "_scores", "_softmax", "_row_sums"):
             assert sums[c["kernel"], *c["dtypes"], *c["constants"].items()] == 1, f"one binary is one tree: {c}"
