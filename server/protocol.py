@@ -237,11 +237,7 @@ async def answer(
     generation = await engine.submit(requests, request_id)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
-    try:
-        outputs = await generation.final()
-    finally:
-        generation.close()
-    content = pieces(whole(outputs))
+    content = pieces(whole(await generation.final()))
     first, more = _part(content, AT_ONCE)
     if not more:
         return Response(first, media_type="application/json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict
@@ -47,13 +46,6 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
-
-    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        if get_device_name() != "cpu":
-            return super()._build_fsdp_module(module)
-        policy = transformer_impl.CPUOffloadPolicy
-        with patch.object(transformer_impl, "CPUOffloadPolicy", lambda **_: policy(pin_memory=False)):
-            return super()._build_fsdp_module(module)  # only an accelerator can pin memory
 
     def initialize(self) -> None:
         """Build all, and tell the adapter beside it the contract that rollouts must have."""
@@ -101,8 +93,8 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
             metrics["compared_tokens"] = Metric(AggregationType.SUM, compared * self.get_data_parallel_size())
-        detached = {name: value.detach() for name, value in outputs.items()}
-        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+        detached = transformer_impl.detach_tree(outputs)
+        return loss, {"model_output": detached, "loss": loss.item(), "metrics": metrics}
 
 
 def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor], global_steps: int) -> int:
@@ -145,11 +137,12 @@ def _temperature(found: Any) -> float:
 
 
 def _at_previous(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """Return [len] values per sequence as one nested tensor, each a place earlier; the last place holds 0."""
-    moved = [torch.nn.functional.pad(each[1:], (0, 1)) for each in values]
-    return torch.nested.nested_tensor_from_jagged(torch.cat(moved), offsets)
+    """Return [len] values per sequence, of which the first is 0, as one nested tensor, each a place earlier."""
+    return torch.nested.nested_tensor_from_jagged(torch.cat([*values]).roll(-1), offsets)
 
 
-if get_device_name() == "cpu":  # verl's own engines, which know of accelerators alone: the critic's, and a control
+if get_device_name() == "cpu":  # verl's own engines, the critic's and a control, know of accelerators alone
+    policy = transformer_impl.CPUOffloadPolicy
+    transformer_impl.CPUOffloadPolicy = lambda **_: policy(pin_memory=False)  # only an accelerator can pin memory
     EngineRegistry.register("language_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithLMHead)
     EngineRegistry.register("value_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithValueHead)
