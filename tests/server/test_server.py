@@ -215,6 +215,7 @@ def test_prompt_logprobs_are_the_trainers_in_every_dialect(server, trainer):
         assert len(row) in (2, 3)
         ranks = {entry["rank"] for entry in row.values()}
         assert {1, 2} <= ranks and row[str(token)]["rank"] in ranks
+        assert next(iter(row)) == str(token)  # where prime-rl looks for it
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     rows = server.ok("/inference/v1/generate", body)["prompt_logprobs"]
     assert [row[str(t)]["logprob"] for row, t in zip(rows[1:], ids[1:], strict=True)] == expected
