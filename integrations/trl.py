@@ -99,7 +99,7 @@ class ExactTrainer:
             super().__init__(model, reward_funcs, own, *others, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
-        self.vllm_generation.begin(len(inputs))
+        self.vllm_generation.first_row = self.accelerator.process_index * len(inputs)
         found = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         sampled = found.get("sampling_per_token_logps")
         if self.check and sampled is not None:
@@ -135,15 +135,16 @@ class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         given = model, input_ids, attention_mask, logits_to_keep
         found = super()._get_per_token_logps_and_entropies(*given, *args, **kwargs)
-        rollout = self.vllm_generation.take_logprobs()
-        if rollout is not None:  # this is the first scoring after it, by the same weights
+        generation = self.vllm_generation
+        if generation.logprobs is not None:  # this is the first scoring after a rollout, by the same weights
             sampled = torch.zeros_like(found[0])
-            for row, logprobs in zip(sampled, rollout, strict=True):
+            for row, logprobs in zip(sampled, generation.logprobs, strict=True):
                 row[: len(logprobs)] = torch.tensor(logprobs)
             mask = attention_mask[:, -logits_to_keep:].bool()
             if self.check:
                 self._compare(sampled, found[0], mask)
             self._log_ratio((found[0] - sampled)[mask].exp())
+            generation.logprobs = None
         return found
 
     def _log_ratio(self, ratio: Tensor) -> None:
@@ -309,22 +310,18 @@ class ExactGeneration:
         self.trainer = trainer
         self.engine = llm
         self.params = params
-        self.first_row = 0  # of this rank, among all ranks' rows
+        self.first_row = 0  # of this rank in a batch, among all ranks' rows
+        self.logprobs: list[list[float]] | None = None  # of the last rollout
         self._calls: Counter[tuple] = Counter()  # by mode and step
-        self._logprobs: list[list[float]] | None = None
         limits = SimpleNamespace(max_model_len=llm.max_model_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=limits))
-
-    def begin(self, rows: int) -> None:
-        """Start a batch, of N rows on each rank."""
-        self.first_row = self.trainer.accelerator.process_index * rows
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights. Under FSDP2 all ranks gather them."""
         self.engine.update_weights(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def generate(self, prompts, images, num_generations, profiler=None):
-        """Return (prompts, completions, log-probs, tokens) as TRL has them, for prompts as lists of token ids.
+        """Return (prompts, completions, log-probs, None) as TRL has them, for prompts as lists of token ids.
 
         Each prompt is there once per sample, as neighbours, which are one request. Raises RuntimeError where the engine
         gave a rollout up.
@@ -339,14 +336,9 @@ class ExactGeneration:
             raise RuntimeError(
                 f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
             )
-        self._logprobs = [s.logprobs for s in samples]
+        self.logprobs = [s.logprobs for s in samples]
         logprobs = [[[value] for value in s.logprobs] for s in samples]
-        return prompts, [s.token_ids for s in samples], logprobs, [[[token] for token in s.token_ids] for s in samples]
-
-    def take_logprobs(self) -> list[list[float]] | None:
-        """Return the last rollout's log-probs, once."""
-        logprobs, self._logprobs = self._logprobs, None
-        return logprobs
+        return prompts, [s.token_ids for s in samples], logprobs, None
 
     def _requests(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[SamplingParams]]:
         trainer = self.trainer

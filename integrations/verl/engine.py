@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -21,9 +22,8 @@ from ...model.exact import contract_of
 from ...trainer import exact_model, token_logprobs
 from . import limits
 from .limits import NAME
-from .replica import TRAINER
+from .replica import ServerAdapter
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # verl's short names
 UNSUPPORTED_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
@@ -41,8 +41,8 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def _build_module(self) -> torch.nn.Module:
-        dtype = str(self.engine_config.model_dtype or "fp32")
-        module = exact_model(self.model_config.local_path, DTYPES.get(dtype, dtype), get_device_name())
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
+        module = exact_model(self.model_config.local_path, dtype, get_device_name())
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -52,16 +52,16 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         super().initialize()
         if not self.engine_config.forward_only:
             computes = str(self._autocast_dtype).removeprefix("torch.")  # FSDP2's param_dtype
-            TRAINER.contract = replace(contract_of(self.module), dtype=computes)
+            ServerAdapter.contract = replace(contract_of(self.module), dtype=computes)
 
     def optimizer_step(self) -> Any:
         """Step; the weights are no longer those of the rollouts."""
-        TRAINER.global_steps = None
+        ServerAdapter.trained_steps = None
         return super().optimizer_step()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Load; the weights are no longer those of the rollouts."""
-        TRAINER.global_steps = None
+        ServerAdapter.trained_steps = None
         super().load_checkpoint(*args, **kwargs)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> tuple:
@@ -77,13 +77,9 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         ids = micro_batch["input_ids"]
         prompt_lens = micro_batch["prompts"].offsets().diff().tolist() if "prompts" in micro_batch else None
         params = SamplingParams(temperature=_temperature(micro_batch["temperature"]))
-        found: Any = token_logprobs(
-            self.module, list(ids.unbind()), params, prompt_lens=prompt_lens, return_entropy=True
-        )
-        values, entropies = found
-        compared = 0
-        if not self.engine_config.forward_only and TRAINER.global_steps is not None:
-            compared = check_rollouts(micro_batch, values, TRAINER.global_steps)
+        scored = token_logprobs(self.module, ids.unbind(), params, prompt_lens=prompt_lens, return_entropy=True)
+        values, entropies = scored
+        compared = 0 if self.engine_config.forward_only else check_rollouts(micro_batch, values)
         outputs = {"log_probs": _at_previous(values, ids.offsets())}
         if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
             outputs["entropy"] = _at_previous(entropies, ids.offsets())
@@ -97,15 +93,16 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         return loss, {"model_output": detached, "loss": loss.item(), "metrics": metrics}
 
 
-def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor], global_steps: int) -> int:
-    """Raise NumericsError unless rollouts that were sampled under these weights have these log-probs, as bits.
+def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor]) -> int:
+    """Raise NumericsError unless rollouts that were sampled under the trainer's weights have these log-probs, as bits.
 
     values: per sequence fp32 [len], at each token's own place. Only tokens of the response mask are compared, of
-    rollouts whose every token is of step `global_steps`. Returns how many those are.
+    rollouts whose every token is of the step that the trainer holds. Returns how many those are.
     """
     compared = 0
+    global_steps = ServerAdapter.trained_steps
     needed = ("rollout_log_probs", "responses", "response_mask", "extra_fields")
-    if any(name not in micro_batch for name in needed):
+    if global_steps is None or any(name not in micro_batch for name in needed):
         return compared
     columns = (micro_batch[name].unbind() for name in needed[:3])
     fields = tu.get(micro_batch, "extra_fields")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +53,6 @@ class Server:
         self.global_steps: int | None = None  # verl's name for the weights in force
         self.versions: dict[int, int | None] = {}  # the engine's version -> verl's step
         self.update: WeightUpdate | None = None
-        self.numbers = itertools.count()
         self.seen: Counter[int] = Counter()  # requests under these weights, by their seed
         self.open = asyncio.Event()  # cleared between an abort and its resume
         self.open.set()
@@ -115,8 +114,7 @@ class Server:
         await self.open.wait()
         prompt = [int(token) for token in prompt_ids]
         request = GenerateRequest(prompt, self._params(prompt, dict(sampling_params), request_id))
-        name = f"{request_id}#{next(self.numbers)}"  # verl may use an id again
-        generation = await self.engine.submit([request], name)
+        generation = await self.engine.submit([request], f"{request_id}#{uuid.uuid4().hex}")  # verl may repeat an id
         (output,) = await generation.final()
         return self._token_output(output)
 

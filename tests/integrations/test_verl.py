@@ -119,10 +119,10 @@ def trainer(model_path):
     made.engine_config = types.SimpleNamespace(forward_only=False)
     made.get_data_parallel_group = lambda: None
     made.get_data_parallel_size = lambda: 1
-    before = replica.TRAINER.global_steps
-    replica.TRAINER.global_steps = 7
+    before = replica.ServerAdapter.trained_steps
+    replica.ServerAdapter.trained_steps = 7
     yield made
-    replica.TRAINER.global_steps = before
+    replica.ServerAdapter.trained_steps = before
 
 
 def micro_batch(model, steps=((7, 7), (7, 7), (7, 7)), temperature=0.7) -> TensorDict:
@@ -201,7 +201,7 @@ def test_rollouts_of_other_weights_are_not_compared(trainer, steps):
     batch = micro_batch(trainer.module, steps)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
-    replica.TRAINER.global_steps = 8
+    replica.ServerAdapter.trained_steps = 8
     batch = micro_batch(trainer.module)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
