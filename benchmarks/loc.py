@@ -17,7 +17,7 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "trainer/rl": 1075,
     "correction": 735,
     "correction/calibration": 565,
-    "integrations": 2150,
+    "integrations": 2025,
     "server": 2320,
     "cli": 1640,
     "kernels": None,

@@ -286,6 +286,7 @@ def test_information_routes_say_what_both_dialects_ask(server):
     for route in ("/model_info", "/get_model_info"):
         assert server.get(route)["weight_version"] == "default"
     info = server.get("/server_info?config_format=json")
+    assert (info["enable_memory_saver"], info["enable_return_routed_experts"]) == (False, False)  # as slime asks
     assert info["vllm_config"]["model_config"]["dtype"] == "float32"
     assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"  # TRL's trainers ask for it
     assert (info["tp_size"], info["pp_size"]) == (1, 1)
