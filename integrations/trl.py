@@ -217,7 +217,7 @@ def _exact_parts(trainer: ExactTrainer, config: Any, engine: Source) -> Iterator
     def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
         return ExactGeneration(trainer, make_llm(model, accelerator, engine, params), params)
 
-    parts = {"create_model_from_path": create, "add_fused_lm_head": add_head, "VLLMGeneration": generation}
+    parts: dict[str, Any] = dict(create_model_from_path=create, add_fused_lm_head=add_head, VLLMGeneration=generation)
     modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__]
     module = next((m for m in modules if parts.keys() <= vars(m).keys()), None)
     if module is None:

@@ -77,7 +77,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         ids = micro_batch["input_ids"]
         prompt_lens = micro_batch["prompts"].offsets().diff().tolist() if "prompts" in micro_batch else None
         params = SamplingParams(temperature=_temperature(micro_batch["temperature"]))
-        scored = token_logprobs(self.module, ids.unbind(), params, prompt_lens=prompt_lens, return_entropy=True)
+        scored: Any = token_logprobs(self.module, ids.unbind(), params, prompt_lens=prompt_lens, return_entropy=True)
         values, entropies = scored
         compared = 0 if self.engine_config.forward_only else check_rollouts(micro_batch, values)
         outputs = {"log_probs": _at_previous(values, ids.offsets())}
