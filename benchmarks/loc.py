@@ -17,7 +17,7 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "trainer/rl": 1075,
     "correction": 680,
     "correction/calibration": 570,
-    "integrations": 2150,
+    "integrations": 2025,
     "server": 2320,
     "cli": 1690,
     "kernels": None,

@@ -40,7 +40,8 @@ class Client:
 
     contract: the numerics that the server must have: a `Contract`, its hash, or None to take the server's. A different
     one is a NumericsError at once. key: the API key, or the admin key where control routes need it. timeout: seconds
-    for connecting and for control calls; generation may take as long as it does.
+    for connecting and for control calls; generation may take as long as it does. context_length: tokens that a sequence
+    may have.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Client:
         self._group: WeightGroup | None = None
         self._control = self._http
         info = self.get("/server_info")
-        self._limits, self._room = info["limits"], info["context_length"]
+        self._limits, self.context_length = info["limits"], info["context_length"]
         port = info.get("control_port")
         if port is not None and self._http.base_url.host in ("127.0.0.1", "localhost", "::1"):
             self._control = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=timeout)
@@ -100,11 +101,11 @@ class Client:
 
     def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
         """The prompts that fit in a call together: by samples, by the log-probs that they may return, and by size."""
-        limits = self._limits
+        limits, room = self._limits, self.context_length
         begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            length = self._room if isinstance(prompt, str) else len(prompt)
-            tokens = p.n * min(p.max_tokens or self._room, self._room) + length * (p.prompt_logprobs is not None)
+            length = room if isinstance(prompt, str) else len(prompt)
+            tokens = p.n * min(p.max_tokens or room, room) + length * (p.prompt_logprobs is not None)
             more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
             sequences += p.n
             values += more

@@ -48,7 +48,7 @@ class RemoteEngine(Engine):
         config = load_config(path)
         stored = (path / "generation_config.json").is_file()
         self.eos_token_ids = eos_token_ids(config, GenerationConfig.from_pretrained(path) if stored else None)
-        self.max_model_len = config.max_position_embeddings
+        self.max_model_len = client.context_length
         self.weight_version = int(client.weight_version)
 
     def check_fits(self, request: Request) -> None:

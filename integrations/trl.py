@@ -12,6 +12,7 @@ import itertools
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -45,6 +46,7 @@ from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402 - older versions
 
 logger = logging.getLogger(__name__)
 
+Source = dict | LLM | Engine | str  # of rollouts
 OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
 REFUSED = {  # options that must keep their defaults, and what to do
     "quantization_config": "quantised weights have other bits than the rollouts'; leave it out",
@@ -55,6 +57,7 @@ REFUSED = {  # options that must keep their defaults, and what to do
     "vllm_structured_outputs_regex": "give token_logprobs the grammar in a loop of your own",
     "use_transformers_continuous_batching": "samebits generates; leave it out",
     "deepspeed": "shard with FSDP2",
+    "repetition_penalty": "the engine has no penalties",
     "vllm_enable_sleep_mode": "call trainer.vllm_generation.engine.sleep() where memory is short",
     "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
     "vllm_max_model_length": "give engine={'max_model_len': n}",
@@ -81,26 +84,22 @@ class ExactTrainer:
     vllm_generation: ExactGeneration
 
     def __init__(
-        self, model: Any, *args: Any, engine: dict | LLM | Engine | str | None = None, check: bool = True, **kwargs: Any
+        self, model, reward_funcs=None, args=None, *others, engine: Source | None = None, check: bool = True, **kwargs
     ):
-        config = kwargs.get("args") or next((a for a in args if hasattr(a, "max_completion_length")), None)
-        if config is None:
+        if args is None:
             raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
-        _refuse(config, kwargs, check)
-        _refuse_adapter(config, model, kwargs.get("peft_config"))
-        if engine is None and config.use_vllm and config.vllm_mode == "server":
-            engine = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
-        own = copy.copy(config)
+        _refuse(args, model, kwargs, check)
+        if engine is None and args.use_vllm and args.vllm_mode == "server":
+            engine = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        own = copy.copy(args)
         own.use_vllm = True
         own.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
-        args = tuple(own if a is config else a for a in args)
-        kwargs = {name: own if value is config else value for name, value in kwargs.items()}
         self.check = check
-        with _exact_parts(self, own, {} if engine is None else engine):
-            super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        with _exact_parts(self, own, engine or {}):
+            super().__init__(model, reward_funcs, own, *others, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
-        self.vllm_generation.begin(len(inputs))
+        self.vllm_generation.first_row = self.accelerator.process_index * len(inputs)
         found = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         sampled = found.get("sampling_per_token_logps")
         if self.check and sampled is not None:
@@ -136,15 +135,16 @@ class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         given = model, input_ids, attention_mask, logits_to_keep
         found = super()._get_per_token_logps_and_entropies(*given, *args, **kwargs)
-        rollout = self.vllm_generation.take_logprobs()
-        if rollout is not None:  # this is the first scoring after it, by the same weights
+        generation = self.vllm_generation
+        if generation.logprobs is not None:  # this is the first scoring after a rollout, by the same weights
             sampled = torch.zeros_like(found[0])
-            for row, logprobs in zip(sampled, rollout, strict=True):
+            for row, logprobs in zip(sampled, generation.logprobs, strict=True):
                 row[: len(logprobs)] = torch.tensor(logprobs)
             mask = attention_mask[:, -logits_to_keep:].bool()
             if self.check:
                 self._compare(sampled, found[0], mask)
             self._log_ratio((found[0] - sampled)[mask].exp())
+            generation.logprobs = None
         return found
 
     def _log_ratio(self, ratio: Tensor) -> None:
@@ -159,15 +159,13 @@ class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
 # --- what TRL gets in place of its own --------------------------------------------------------------------------------
 
 
-def _refuse(config: Any, given: dict, check: bool) -> None:
-    """Raise ValueError, with the option's name, for what would break the promise."""
+def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
+    """Raise ValueError or UnsupportedModelError, with the option's name, for what would break the promise."""
     defaults = {field.name: field.default for field in fields(config)}
     for name, advice in REFUSED.items():
         value = getattr(config, name, None) or given.get(name)
         if value and value != defaults.get(name):
             raise ValueError(f"{name}={value!r} is not exact: {advice}")
-    if config.repetition_penalty not in (None, 1.0):
-        raise ValueError(f"repetition_penalty={config.repetition_penalty}: the engine has no penalties")
     if unknown := sorted((config.model_init_kwargs or {}).keys() - {"dtype"}):
         raise ValueError(f"model_init_kwargs {unknown}: an exact model takes dtype alone")
     if check and not getattr(config, "vllm_importance_sampling_correction", True):
@@ -175,28 +173,21 @@ def _refuse(config: Any, given: dict, check: bool) -> None:
     params = _sampling_params(config)
     if params.min_tokens and (given.get("tools") or given.get("environment_factory")):
         raise ValueError("generation_kwargs min_tokens counts each turn's tokens anew; leave it out with tools")
-    rollouts = config.steps_per_generation * config.num_iterations
-    if config.beta and _is_filtered(params) and config.gradient_accumulation_steps % rollouts:
-        raise ValueError(
-            "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
-            "outside the filter, and its KL infinite. Set num_iterations=1 and leave out steps_per_generation"
-        )
-
-
-def _refuse_adapter(config: Any, model: Any, peft_config: Any) -> None:
-    """Raise UnsupportedModelError for an adapter that isn't exact, ValueError where its reference can't be scored."""
-    adapted = isinstance(model, nn.Module) and is_adapted(model)
+    peft_config = given.get("peft_config")
     if peft_config is not None:
         load_adapter_config(peft_config)
-    if (adapted or peft_config is not None) and config.beta and _is_filtered(_sampling_params(config)):
+    if not config.beta or not (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
+        return
+    if peft_config is not None or (isinstance(model, nn.Module) and is_adapted(model)):
         raise ValueError(
             "top_p, top_k or min_p with beta > 0 needs a reference model of its own, and an adapter has its base for "
             "one: leave out the filters, beta or the adapter"
         )
-
-
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations):
+        raise ValueError(
+            "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
+            "outside the filter, and its KL infinite. Set num_iterations=1 and leave out steps_per_generation"
+        )
 
 
 def _sampling_params(config: Any) -> SamplingParams:
@@ -211,30 +202,24 @@ def _sampling_params(config: Any) -> SamplingParams:
 
 
 @contextmanager
-def _exact_parts(trainer: ExactTrainer, config: Any, engine: dict | LLM | Engine | str) -> Iterator[None]:
+def _exact_parts(trainer: ExactTrainer, config: Any, engine: Source) -> Iterator[None]:
     """Give TRL's trainer module our parts while the block runs. ImportError where it has not the names for them."""
     params = _sampling_params(config)
 
     def create(name: str, dtype: Any = None, **_: Any) -> PreTrainedModel:
-        if dtype == "auto":
-            dtype = load_config(resolve(name)).dtype
-        return exact_model(name, dtype or "float32", config.device)
+        chosen = load_config(resolve(name)).dtype if dtype == "auto" else dtype or "float32"
+        return exact_model(name, chosen, config.device)
 
     def add_head(model: PreTrainedModel, **_: Any) -> None:
         policy = trainer.model.get_base_model() if is_adapted(trainer.model) else trainer.model
-        is_policy = model is policy
-        add_exact_head(model, params if is_policy else replace(params, top_p=1.0, top_k=0, min_p=0.0))
+        add_exact_head(model, params if model is policy else replace(params, top_p=1.0, top_k=0, min_p=0.0))
 
     def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
         return ExactGeneration(trainer, make_llm(model, accelerator, engine, params), params)
 
-    parts: dict[str, Any] = {
-        "create_model_from_path": create,
-        "add_fused_lm_head": add_head,
-        "VLLMGeneration": generation,
-    }
+    parts: dict[str, Any] = dict(create_model_from_path=create, add_fused_lm_head=add_head, VLLMGeneration=generation)
     modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__]
-    module = next((m for m in modules if all(hasattr(m, name) for name in parts)), None)
+    module = next((m for m in modules if parts.keys() <= vars(m).keys()), None)
     if module is None:
         raise ImportError(
             f"no trainer under {type(trainer).__name__} has the hooks {', '.join(parts)}; those of TRL {OLDEST} to "
@@ -244,14 +229,11 @@ def _exact_parts(trainer: ExactTrainer, config: Any, engine: dict | LLM | Engine
         yield
 
 
-def make_llm(
-    model: PreTrainedModel, accelerator: Any, engine: dict | LLM | Engine | str, params: SamplingParams
-) -> LLM:
+def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: SamplingParams) -> LLM:
     """Return the `LLM` that an exact trainer asks for rollouts, of the numerics that the model has when it is wrapped.
 
     Raises NumericsError for an engine of other numerics, ValueError for a way of sharding that isn't FSDP2.
     """
-    exact_head(model)
     path, dtype = model.config._name_or_path, model.dtype
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ValueError("dynamo_backend: torch.compile rewrites what stands between exact ops; set it to no")
@@ -279,9 +261,8 @@ def make_llm(
         if is_adapted(model):
             kept = dtype if mixed and accelerator.is_fsdp2 else next(iter(adapter_state(model).values())).dtype
             own |= {"adapter": load_adapter_config(model), "adapter_dtype": str(kept).removeprefix("torch.")}
-        llm = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
-    else:
-        llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)
+        engine = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
+    llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)
     if llm.contract is not None:
         llm.contract.check(replace(contract_of(model), dtype=str(dtype).removeprefix("torch.")))
     return llm
@@ -329,25 +310,18 @@ class ExactGeneration:
         self.trainer = trainer
         self.engine = llm
         self.params = params
-        self.first_row = 0  # of this rank, among all ranks' rows
-        self._place = ("", -1)  # the mode and step of the last call
-        self._calls = 0
-        self._logprobs: list[list[float]] | None = None
-        limit = llm.max_model_len
-        if isinstance(llm.engine, RemoteEngine):
-            limit = llm.engine.client.get("/server_info")["context_length"]
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit)))
-
-    def begin(self, rows: int) -> None:
-        """Start a batch, of N rows on each rank."""
-        self.first_row = self.trainer.accelerator.process_index * rows
+        self.first_row = 0  # of this rank in a batch, among all ranks' rows
+        self.logprobs: list[list[float]] | None = None  # of the last rollout
+        self._calls: Counter[tuple] = Counter()  # by mode and step
+        limits = SimpleNamespace(max_model_len=llm.max_model_len)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=limits))
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights. Under FSDP2 all ranks gather them."""
         self.engine.update_weights(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def generate(self, prompts, images, num_generations, profiler=None):
-        """Return (prompts, completions, log-probs, tokens) as TRL has them, for prompts as lists of token ids.
+        """Return (prompts, completions, log-probs, None) as TRL has them, for prompts as lists of token ids.
 
         Each prompt is there once per sample, as neighbours, which are one request. Raises RuntimeError where the engine
         gave a rollout up.
@@ -362,28 +336,22 @@ class ExactGeneration:
             raise RuntimeError(
                 f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
             )
-        self._logprobs = [s.logprobs for s in samples]
+        self.logprobs = [s.logprobs for s in samples]
         logprobs = [[[value] for value in s.logprobs] for s in samples]
-        return prompts, [s.token_ids for s in samples], logprobs, [[[token] for token in s.token_ids] for s in samples]
-
-    def take_logprobs(self) -> list[list[float]] | None:
-        """Return the last rollout's log-probs, once."""
-        logprobs, self._logprobs = self._logprobs, None
-        return logprobs
+        return prompts, [s.token_ids for s in samples], logprobs, None
 
     def _requests(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[SamplingParams]]:
         trainer = self.trainer
         place = ("train" if trainer.model.training else "eval", trainer.state.global_step)
-        self._calls = self._calls + 1 if place == self._place else 0
-        self._place = place
         requests, params = [], []
         row = self.first_row
         for prompt, same in itertools.groupby(prompts):
             count = len(list(same))
-            seed = random.Random(f"{trainer.args.seed}/{place}/{self._calls}/{row}").getrandbits(64)
+            seed = random.Random(f"{trainer.args.seed}/{place}/{self._calls[place]}/{row}").getrandbits(64)
             requests.append(list(prompt))
             params.append(replace(self.params, n=count, seed=seed))
             row += count
+        self._calls[place] += 1
         return requests, params
 
 
@@ -397,18 +365,14 @@ class WeightTransfer:
     def __init__(self, url: str, key: str | None = None):
         self.client = Client(url, key=key)
 
-    def init_weight_transfer(self) -> None:
-        """Do nothing: the first update makes the group."""
-
     def pause(self) -> None:
-        """Do nothing: the server makes the switch between two of its steps."""
+        """Do nothing: the first update makes the group, and the server switches between two of its steps."""
+
+    init_weight_transfer = resume = pause
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Send all tensors, named as in the model's state dict, and put them in force. Raises ServerError."""
         self.client.update_weights(dict(iterator))
-
-    def resume(self) -> None:
-        """Do nothing, as `pause` does."""
 
     def destroy(self) -> None:
         """Leave the group and close the connection."""

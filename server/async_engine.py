@@ -70,10 +70,13 @@ class Generation:
             yield outputs
 
     async def final(self) -> list[RequestOutput]:
-        """The last output of each request. Raises GenerationError where one failed."""
+        """The last output of each request; `close`s in the end. Raises GenerationError where one failed."""
         last: dict[int, RequestOutput] = {}
-        async for outputs in self.outputs():
-            last.update(outputs)
+        try:
+            async for outputs in self.outputs():
+                last.update(outputs)
+        finally:
+            self.close()
         for c in itertools.chain.from_iterable(output.completions for output in last.values()):
             if c.finish_reason == "error":
                 raise GenerationError(str(c.stop_reason))

@@ -263,6 +263,8 @@ async def server_info(server: Served, config_format: Literal["text", "json"] = "
         "tp_size": 1,
         "pp_size": config.pipeline_parallel_size,
         "dp_size": config.replicas,
+        "enable_memory_saver": False,  # slime's external engines must say so
+        "enable_return_routed_experts": llm.engine.has_experts,
         "max_total_num_tokens": llm.engine.capacity,
         "max_running_requests": config.max_num_seqs * config.replicas,
         "context_length": llm.max_model_len,

@@ -242,13 +242,13 @@ class _Writer:
 
 
 def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | None] | None:
-    """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}, None for the first."""
+    """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}, itself first; None for the first."""
     if output.prompt_logprobs is None or output.prompt_ranks is None or output.prompt_top_logprobs is None:
         return None
     columns = (output.prompt_token_ids, output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs)
 
     def row(token: int, logprob: float, rank: int, top: dict[int, float]) -> bytes:
-        entries = {t: (lp, place) for place, (t, lp) in enumerate(top.items(), 1)} | {token: (logprob, rank)}
+        entries = {token: (logprob, rank)} | {t: (lp, i) for i, (t, lp) in enumerate(top.items(), 1) if t != token}
         return orjson.dumps({
             str(t): {"logprob": finite(lp), "rank": place, "decoded_token": server.token(t)}
             for t, (lp, place) in entries.items()

@@ -40,6 +40,7 @@ Items = Annotated[list[T], Field(fail_fast=True, max_length=2**16)]
 # Parameters of other engines that change a result. What is false or NEUTRAL asks for nothing.
 NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "modalities": ["text"]}
 NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "is_checkpoint_format": True}
+NEUTRAL |= {"selector": "all"}  # of the models to update; there is one
 _UNSUPPORTED = """
     presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids logits_processors custom_logit_processor
     custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
@@ -52,7 +53,7 @@ _UNSUPPORTED = """
 _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key include_obfuscation session_id conversation_id
     data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async keep_pause
-    torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers
+    torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers allow_quant_error
 """
 UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
@@ -237,11 +238,7 @@ async def answer(
     generation = await engine.submit(requests, request_id)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
-    try:
-        outputs = await generation.final()
-    finally:
-        generation.close()
-    content = pieces(whole(outputs))
+    content = pieces(whole(await generation.final()))
     first, more = _part(content, AT_ONCE)
     if not more:
         return Response(first, media_type="application/json")

@@ -78,13 +78,11 @@ class FromDistributedBody(Manifest, _UpdateBody):
     """A manifest, and how its tensors are sent."""
 
     load_format: Literal["flattened_bucket"] | None = None
-    selector: Literal["all"] | None = "all"
 
 
 class WholeUpdateBody(Body):
-    """The models to update: all, as there is one; and the label of the version that an update makes."""
+    """The label of the version that an update makes."""
 
-    selector: Literal["all"] | None = "all"
     weight_version: Label | None = None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from samebits import LLM, Completion, RequestOutput, SamplingParams
 from samebits.engine import VersionSpan
@@ -63,6 +63,7 @@ class VLLM:
         command = [os.environ["VLLM_PYTHON"], str(script), str(model), dtype]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self.context_length = AutoConfig.from_pretrained(model).max_position_embeddings
         self.weight_version = 0
         self._reply()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict
@@ -13,6 +12,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -22,9 +22,8 @@ from ...model.exact import contract_of
 from ...trainer import exact_model, token_logprobs
 from . import limits
 from .limits import NAME
-from .replica import TRAINER
+from .replica import ServerAdapter
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # verl's short names
 UNSUPPORTED_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
@@ -42,34 +41,27 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def _build_module(self) -> torch.nn.Module:
-        dtype = str(self.engine_config.model_dtype or "fp32")
-        module = exact_model(self.model_config.local_path, DTYPES.get(dtype, dtype), get_device_name())
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
+        module = exact_model(self.model_config.local_path, dtype, get_device_name())
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
-
-    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        if get_device_name() != "cpu":
-            return super()._build_fsdp_module(module)
-        policy = transformer_impl.CPUOffloadPolicy
-        with patch.object(transformer_impl, "CPUOffloadPolicy", lambda **_: policy(pin_memory=False)):
-            return super()._build_fsdp_module(module)  # only an accelerator can pin memory
 
     def initialize(self) -> None:
         """Build all, and tell the adapter beside it the contract that rollouts must have."""
         super().initialize()
         if not self.engine_config.forward_only:
             computes = str(self._autocast_dtype).removeprefix("torch.")  # FSDP2's param_dtype
-            TRAINER.contract = replace(contract_of(self.module), dtype=computes)
+            ServerAdapter.contract = replace(contract_of(self.module), dtype=computes)
 
     def optimizer_step(self) -> Any:
         """Step; the weights are no longer those of the rollouts."""
-        TRAINER.global_steps = None
+        ServerAdapter.trained_steps = None
         return super().optimizer_step()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Load; the weights are no longer those of the rollouts."""
-        TRAINER.global_steps = None
+        ServerAdapter.trained_steps = None
         super().load_checkpoint(*args, **kwargs)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> tuple:
@@ -85,13 +77,9 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         ids = micro_batch["input_ids"]
         prompt_lens = micro_batch["prompts"].offsets().diff().tolist() if "prompts" in micro_batch else None
         params = SamplingParams(temperature=_temperature(micro_batch["temperature"]))
-        found: Any = token_logprobs(
-            self.module, list(ids.unbind()), params, prompt_lens=prompt_lens, return_entropy=True
-        )
-        values, entropies = found
-        compared = 0
-        if not self.engine_config.forward_only and TRAINER.global_steps is not None:
-            compared = check_rollouts(micro_batch, values, TRAINER.global_steps)
+        scored: Any = token_logprobs(self.module, ids.unbind(), params, prompt_lens=prompt_lens, return_entropy=True)
+        values, entropies = scored
+        compared = 0 if self.engine_config.forward_only else check_rollouts(micro_batch, values)
         outputs = {"log_probs": _at_previous(values, ids.offsets())}
         if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
             outputs["entropy"] = _at_previous(entropies, ids.offsets())
@@ -101,19 +89,20 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
             metrics["compared_tokens"] = Metric(AggregationType.SUM, compared * self.get_data_parallel_size())
-        detached = {name: value.detach() for name, value in outputs.items()}
-        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+        detached = transformer_impl.detach_tree(outputs)
+        return loss, {"model_output": detached, "loss": loss.item(), "metrics": metrics}
 
 
-def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor], global_steps: int) -> int:
-    """Raise NumericsError unless rollouts that were sampled under these weights have these log-probs, as bits.
+def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor]) -> int:
+    """Raise NumericsError unless rollouts that were sampled under the trainer's weights have these log-probs, as bits.
 
     values: per sequence fp32 [len], at each token's own place. Only tokens of the response mask are compared, of
-    rollouts whose every token is of step `global_steps`. Returns how many those are.
+    rollouts whose every token is of the step that the trainer holds. Returns how many those are.
     """
     compared = 0
+    global_steps = ServerAdapter.trained_steps
     needed = ("rollout_log_probs", "responses", "response_mask", "extra_fields")
-    if any(name not in micro_batch for name in needed):
+    if global_steps is None or any(name not in micro_batch for name in needed):
         return compared
     columns = (micro_batch[name].unbind() for name in needed[:3])
     fields = tu.get(micro_batch, "extra_fields")
@@ -145,11 +134,12 @@ def _temperature(found: Any) -> float:
 
 
 def _at_previous(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """Return [len] values per sequence as one nested tensor, each a place earlier; the last place holds 0."""
-    moved = [torch.nn.functional.pad(each[1:], (0, 1)) for each in values]
-    return torch.nested.nested_tensor_from_jagged(torch.cat(moved), offsets)
+    """Return [len] values per sequence, of which the first is 0, as one nested tensor, each a place earlier."""
+    return torch.nested.nested_tensor_from_jagged(torch.cat([*values]).roll(-1), offsets)
 
 
-if get_device_name() == "cpu":  # verl's own engines, which know of accelerators alone: the critic's, and a control
+if get_device_name() == "cpu":  # verl's own engines, the critic's and a control, know of accelerators alone
+    policy = transformer_impl.CPUOffloadPolicy
+    transformer_impl.CPUOffloadPolicy = lambda **_: policy(pin_memory=False)  # only an accelerator can pin memory
     EngineRegistry.register("language_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithLMHead)
     EngineRegistry.register("value_model", "fsdp2", "cpu")(transformer_impl.FSDPEngineWithValueHead)

@@ -1,84 +1,70 @@
 """The settings of verl under which rollout and trainer could differ: each is refused by name, before anything is made.
 
-This table is all of it. A setting that isn't here either changes no bit or is verl's own affair.
+These tables are all of it: a reason -> the settings that it is for, by their dotted names -> the values that they may
+have, the usual one first. A setting that isn't here either changes no bit or is verl's own affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 NAME = "samebits"  # under which verl knows the engine, the vendor and the trainer mode
+Limits = Mapping[str, Mapping[str, Sequence[Any]]]
 
-
-class Limit(NamedTuple):
-    """One setting: its dotted name, the values that it may have, and why no others."""
-
-    setting: str
-    allowed: Sequence[Any]
-    why: str
-
-
-TEMPERATURE_ALONE = "verl's trainer scores with the temperature alone"
-ONE_DEVICE = "an engine is one device; more devices make more replicas"
-NO_LORA = "adapters are not supported under verl yet"
-UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_attention_2")]  # by an exact model
 FULL_WEIGHTS = "weights are exact in float32, bfloat16 and float16 only"
+NO_MTP = "multi-token prediction is not covered"
+PACKED = "sequences are scored packed, without padding"
+UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_attention_2")]  # by an exact model
 
-ROLLOUT = (  # actor_rollout_ref.rollout
-    Limit("top_p", (1.0,), TEMPERATURE_ALONE),
-    Limit("top_k", (-1, 0), TEMPERATURE_ALONE),
-    Limit("repetition_penalty", (1.0,), TEMPERATURE_ALONE),
-    Limit("tensor_model_parallel_size", (1,), ONE_DEVICE),
-    Limit("data_parallel_size", (1,), ONE_DEVICE),
-    Limit("pipeline_model_parallel_size", (1,), ONE_DEVICE),
-    Limit("expert_parallel_size", (1,), ONE_DEVICE),
-    Limit("enable_rollout_routing_replay", (False,), "the trainer routes as exact rollouts did, without a replay"),
-    Limit("quantization", (None,), FULL_WEIGHTS),
-    Limit("quantization_config_file", (None,), FULL_WEIGHTS),
-    Limit("logprobs_mode", ("processed_logprobs",), "log-probs are those of the distribution that was sampled from"),
-    Limit(
-        "checkpoint_engine.backend", ("naive",), "trainer and rollouts share their devices, where numerics are compared"
-    ),
-    Limit("mtp.enable_rollout", (False,), "multi-token prediction is not covered"),
-)
-MODEL = (  # actor_rollout_ref.model
-    Limit("use_remove_padding", (True,), "sequences are scored packed, without padding"),
-    Limit("use_liger", (False,), "other kernels have other bits"),
-    Limit("use_fused_kernels", (False,), "other kernels have other bits"),
-    Limit("tiled_mlp.enabled", (False,), "other kernels have other bits"),
-    Limit("lora_rank", (0,), NO_LORA),
-    Limit("lora.rank", (0, None), NO_LORA),
-    Limit("lora_adapter_path", (None,), NO_LORA),
-    Limit("mtp.enable", (False,), "multi-token prediction is not covered"),
-    Limit("override_config", ({}, None, *UNUSED), "both sides read the model's own config.json"),
-)
-ENGINE = (  # actor_rollout_ref.{actor,ref}.fsdp_config
-    Limit("strategy", ("fsdp2",), "FSDP2 alone wraps an exact model; set actor.strategy=fsdp2 and ref.strategy=fsdp2"),
-    Limit("ulysses_sequence_parallel_size", (1,), "attention over parts of a sequence has other bits"),
-    Limit("qat.enable", (False,), FULL_WEIGHTS),
-    Limit("pad_to_length", (False,), "sequences are scored packed, without padding"),
-)
+ROLLOUT: Limits = {  # actor_rollout_ref.rollout
+    "verl's trainer scores with the temperature alone": {"top_p": [1.0], "top_k": [-1, 0], "repetition_penalty": [1.0]},
+    "an engine is one device; more devices make more replicas": {
+        "tensor_model_parallel_size": [1],
+        "data_parallel_size": [1],
+        "pipeline_model_parallel_size": [1],
+        "expert_parallel_size": [1],
+    },
+    "the trainer routes as exact rollouts did, without a replay": {"enable_rollout_routing_replay": [False]},
+    FULL_WEIGHTS: {"quantization": [None], "quantization_config_file": [None]},
+    "log-probs are those of the distribution that was sampled from": {"logprobs_mode": ["processed_logprobs"]},
+    "trainer and rollouts share their devices, where numerics are compared": {"checkpoint_engine.backend": ["naive"]},
+    NO_MTP: {"mtp.enable_rollout": [False]},
+}
+MODEL: Limits = {  # actor_rollout_ref.model
+    PACKED: {"use_remove_padding": [True]},
+    "other kernels have other bits": {"use_liger": [False], "use_fused_kernels": [False], "tiled_mlp.enabled": [False]},
+    "adapters are not supported under verl yet": {
+        "lora_rank": [0],
+        "lora.rank": [0, None],
+        "lora_adapter_path": [None],
+    },
+    NO_MTP: {"mtp.enable": [False]},
+    "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED]},
+}
+ENGINE: Limits = {  # actor_rollout_ref.{actor,ref}.fsdp_config
+    "FSDP2 alone wraps an exact model; set actor.strategy=fsdp2 and ref.strategy=fsdp2": {"strategy": ["fsdp2"]},
+    "attention over parts of a sequence has other bits": {"ulysses_sequence_parallel_size": [1]},
+    FULL_WEIGHTS: {"qat.enable": [False]},
+    PACKED: {"pad_to_length": [False]},
+}
 
 
-def check(config: Any, limits: Sequence[Limit], section: str) -> None:
+def check(config: Mapping[str, Any], limits: Limits, section: str) -> None:
     """Raise ValueError, naming each setting of a section that has another value than it may have."""
     problems = []
-    for limit in limits:
-        value = _value(config, limit.setting.split("."))
-        if value is not MISSING and value not in limit.allowed:
-            problems.append(f"  {section}.{limit.setting}={value!r}: must be {limit.allowed[0]!r}; {limit.why}")
+    for why, settings in limits.items():
+        for setting, allowed in settings.items():
+            value = _value(config, setting, allowed[0])
+            if value not in allowed:
+                problems.append(f"  {section}.{setting}={value!r}: must be {allowed[0]!r}; {why}")
     if problems:
         raise ValueError("samebits can't keep rollout and trainer equal under these settings:\n" + "\n".join(problems))
 
 
-MISSING = object()
-
-
-def _value(config: Any, path: Sequence[str]) -> Any:
-    """Return a setting of nested dataclasses or mappings, or MISSING."""
-    for name in path:
-        config = config.get(name, MISSING) if isinstance(config, Mapping) else getattr(config, name, MISSING)
-        if config is MISSING:
-            return MISSING
-    return config
+def _value(config: Mapping[str, Any], setting: str, default: Any) -> Any:
+    """Return a setting of nested mappings, as all configurations of verl are."""
+    *sections, name = setting.split(".")
+    for section in sections:
+        config = config.get(section) or {}
+    return config.get(name, default)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -22,22 +21,7 @@ from . import limits
 from .server import PREFIX, Server
 
 MAX_DEATHS = 3  # of one replica, after which its requests fail
-MAX_BUCKET = 256 * 2**20  # bytes of an update that are under way at a time
-
-
-@dataclass
-class TrainerState:
-    """What the adapter knows of the exact engine in its process.
-
-    contract: None where there is no such engine. global_steps: the step whose weights the trainer holds, which its
-    rollouts were sampled under; None once it has moved on.
-    """
-
-    contract: Contract | None = None
-    global_steps: int | None = None
-
-
-TRAINER = TrainerState()
+MAX_BUCKET = 256  # megabytes of an update that are under way at a time
 
 
 class Replica(RolloutReplica):
@@ -83,16 +67,17 @@ class Replica(RolloutReplica):
 
 
 class ServerAdapter(BaseRollout):
-    """A trainer rank's end: sends the weights to the rank's replica, and puts that to sleep and wakes it up."""
+    """A trainer rank's end: sends the weights to the rank's replica, and puts that to sleep and wakes it up.
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
-        super().__init__(config, model_config, device_mesh)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
-        wanted = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        self.bucket_bytes = min(wanted, MAX_BUCKET)
+    contract: of the exact engine in this process, None where there is none. trained_steps: the step whose weights that
+    engine holds, which its rollouts were sampled under; None once it has moved on.
+    """
+
+    contract: ClassVar[Contract | None] = None
+    trained_steps: ClassVar[int | None] = None
 
     def _call(self, method: str, *args: Any) -> Any:
-        return getattr(ray.get_actor(f"{PREFIX}{self.replica_rank}"), method).remote(*args)
+        return getattr(ray.get_actor(f"{PREFIX}{os.environ['RANK']}"), method).remote(*args)
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Wake the replica up."""
@@ -117,12 +102,13 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors" or others.get("peft_config") is not None:
             raise ValueError(f"samebits takes whole weights alone, no deltas and no adapters; got {wire_format}")
         try:
-            await self._call("begin_weights", TRAINER.contract)
-            for bucket in buckets(weights, lambda pair: pair[1].nbytes, self.bucket_bytes):
+            await self._call("begin_weights", ServerAdapter.contract)
+            megabytes = min(self.config.checkpoint_engine.update_weights_bucket_megabytes, MAX_BUCKET)
+            for bucket in buckets(weights, lambda pair: pair[1].nbytes, megabytes << 20):
                 specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
                 await self._call("load_weights", [to_bytes(tensor) for _, tensor in bucket], specs)
         finally:
             for _ in weights:  # no other rank may wait for this one
                 pass
         await self._call("commit_weights", global_steps)
-        TRAINER.global_steps = global_steps
+        ServerAdapter.trained_steps = global_steps

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
-import warnings
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -54,7 +53,6 @@ class Server:
         self.global_steps: int | None = None  # verl's name for the weights in force
         self.versions: dict[int, int | None] = {}  # the engine's version -> verl's step
         self.update: WeightUpdate | None = None
-        self.numbers = itertools.count()
         self.seen: Counter[int] = Counter()  # requests under these weights, by their seed
         self.open = asyncio.Event()  # cleared between an abort and its resume
         self.open.set()
@@ -68,22 +66,20 @@ class Server:
         return ray.util.get_node_ip_address()
 
     async def _start(self) -> None:
+        """Start; after a death with a fellow's weights, or, where none has them, without any until the next update."""
         self.engine.start()
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            await self._recover()
-
-    async def _recover(self) -> None:
-        """Take the weights in force from a fellow; where none has them, serve nothing until the next update."""
-        own = ray.get_runtime_context().get_actor_name()
-        for name in sorted(ray.util.list_named_actors()):
-            if not name.startswith(PREFIX) or name == own:
-                continue
+        context = ray.get_runtime_context()
+        if not context.was_current_actor_reconstructed:
+            return
+        own = context.get_actor_name()
+        actors = sorted(ray.util.list_named_actors())
+        for name in [actor for actor in actors if actor.startswith(PREFIX) and actor != own]:
             try:
                 steps, data, specs = await ray.get_actor(name).weights.remote()
             except (ray.exceptions.RayError, ValueError) as error:
                 logger.warning("%s has no weights for %s: %s", name, own, error)
                 continue
-            await self._begin()
+            self.update = await self.engine.call(LLM.begin_weight_update)
             await self.load_weights(data, specs)
             await self.commit_weights(steps)
             logger.warning("%s was started again, with the weights of step %s from %s", own, steps, name)
@@ -118,12 +114,8 @@ class Server:
         await self.open.wait()
         prompt = [int(token) for token in prompt_ids]
         request = GenerateRequest(prompt, self._params(prompt, dict(sampling_params), request_id))
-        name = f"{request_id}#{next(self.numbers)}"  # verl may use an id again
-        generation = await self.engine.submit([request], name)
-        try:
-            (output,) = await generation.final()
-        finally:
-            generation.close()
+        generation = await self.engine.submit([request], f"{request_id}#{uuid.uuid4().hex}")  # verl may repeat an id
+        (output,) = await generation.final()
         return self._token_output(output)
 
     def _params(self, prompt: list[int], given: dict[str, Any], request_id: str) -> SamplingParams:
@@ -133,12 +125,9 @@ class Server:
         wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
         if wanted is None:  # a prompt of several turns may be longer than `prompt_length`
             wanted = min(self.config.response_length, self.max_tokens - len(prompt))
-        room = self.llm.max_model_len - len(prompt)
-        if room < 1:
-            raise ValueError(f"{len(prompt)} prompt tokens leave no room in max_model_len {self.llm.max_model_len}")
         own = {"ignore_eos": self.config.ignore_eos, "seed": self._seed(prompt, request_id)}
         return SamplingParams(
-            max_tokens=max(1, min(wanted, room)),
+            max_tokens=max(1, wanted),  # or as many as there is room for
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(own | given),
@@ -153,8 +142,6 @@ class Server:
 
     def _token_output(self, output: RequestOutput) -> TokenOutput:
         (completion,) = output.completions
-        if completion.finish_reason == "error":
-            raise RuntimeError(f"request {output.request_id} failed: {completion.stop_reason}")
         spans = [(self.versions.get(s.version), s.start, s.end) for s in completion.weight_versions]
         steps = [step for step, _, _ in spans] or [self.global_steps]
         return TokenOutput(
@@ -225,18 +212,13 @@ class Server:
             raise NumericsError("the trainer is exact, and the engine is not: leave out engine_kwargs.samebits.exact")
         else:
             self.llm.contract.check(contract)
-        await self._begin()
-
-    async def _begin(self) -> None:
         self.update = await self.engine.call(LLM.begin_weight_update)
 
     async def load_weights(self, data: list[np.ndarray], specs: list[TensorSpec]) -> None:
         """Stage tensors, given as their bytes."""
         update = self._open_update()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
-            pairs = [(spec.name, from_bytes(each, spec)) for each, spec in zip(data, specs, strict=True)]
-        await asyncio.to_thread(update.load, pairs)
+        pairs = [(spec.name, from_bytes(each.copy(), spec)) for each, spec in zip(data, specs, strict=True)]
+        await asyncio.to_thread(update.load, pairs)  # of copies: Ray's shared memory is read-only
 
     async def commit_weights(self, global_steps: int | None) -> None:
         """Put the update in force, all of it or nothing, under verl's name for it."""

@@ -110,11 +110,14 @@ def test_it_sleeps_wakes_and_counts(remote):
 
 def test_what_the_server_refuses_is_an_error_and_leaves_nothing(path):
     with (
-        Serving(path, {"max_model_len": 32}) as server,
+        Serving(path, {"max_model_len": 32}, max_reply_logprobs=20) as server,
         LLM(path, engine=RemoteEngine(Client(server.url), path)) as llm,
     ):
-        with pytest.raises(ServerError, match="max_model_len 32"):
+        assert llm.max_model_len == 32
+        with pytest.raises(ValueError, match="max_model_len 32"):  # known here
             llm.generate([[5] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+        with pytest.raises(ServerError, match="--max-reply-logprobs 21"):
+            llm.generate([[5] * 4], SamplingParams(max_tokens=21), use_tqdm=False)
         assert not llm.has_unfinished_requests()
         assert llm.generate([[5] * 4], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 

@@ -232,7 +232,7 @@ def bend(row, token):
         prompts, ids, logprobs, tokens = plain(self, prompts, *args, **kwargs)
         value = torch.tensor(logprobs[row][token][0])
         logprobs[row][token][0] = torch.nextafter(value, torch.tensor(0.0)).item()
-        self._logprobs = [[value for (value,) in sample] for sample in logprobs]
+        self.logprobs = [[value for (value,) in sample] for sample in logprobs]
         return prompts, ids, logprobs, tokens
 
     return patch.object(ExactGeneration, "generate", generate)

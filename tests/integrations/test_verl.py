@@ -78,12 +78,20 @@ def nested(setting: str, value) -> object:
     return value
 
 
-@pytest.mark.parametrize("limit", [*limits.ROLLOUT, *limits.MODEL, *limits.ENGINE], ids=lambda limit: limit.setting)
-def test_a_setting_that_breaks_the_promise_is_refused_by_name(limit):
-    limits.check(nested(limit.setting, limit.allowed[0]), [limit], "section")
-    bad = not limit.allowed[0] if isinstance(limit.allowed[0], bool) else "other"
-    with pytest.raises(ValueError, match=rf"section\.{limit.setting}={bad!r}.*must be {limit.allowed[0]!r}"):
-        limits.check(nested(limit.setting, bad), [limit], "section")
+LIMITS = [
+    (table, setting, allowed[0])
+    for table in (limits.ROLLOUT, limits.MODEL, limits.ENGINE)
+    for settings in table.values()
+    for setting, allowed in settings.items()
+]
+
+
+@pytest.mark.parametrize(("table", "setting", "usual"), LIMITS, ids=[setting for _, setting, _ in LIMITS])
+def test_a_setting_that_breaks_the_promise_is_refused_by_name(table, setting, usual):
+    limits.check(nested(setting, usual), table, "section")
+    bad = not usual if isinstance(usual, bool) else "other"
+    with pytest.raises(ValueError, match=rf"section\.{setting}={bad!r}: must be {usual!r}; \w+"):
+        limits.check(nested(setting, bad), table, "section")
 
 
 def test_verls_defaults_need_no_more_than_documented():
@@ -111,10 +119,10 @@ def trainer(model_path):
     made.engine_config = types.SimpleNamespace(forward_only=False)
     made.get_data_parallel_group = lambda: None
     made.get_data_parallel_size = lambda: 1
-    before = replica.TRAINER.global_steps
-    replica.TRAINER.global_steps = 7
+    before = replica.ServerAdapter.trained_steps
+    replica.ServerAdapter.trained_steps = 7
     yield made
-    replica.TRAINER.global_steps = before
+    replica.ServerAdapter.trained_steps = before
 
 
 def micro_batch(model, steps=((7, 7), (7, 7), (7, 7)), temperature=0.7) -> TensorDict:
@@ -193,7 +201,7 @@ def test_rollouts_of_other_weights_are_not_compared(trainer, steps):
     batch = micro_batch(trainer.module, steps)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
-    replica.TRAINER.global_steps = 8
+    replica.ServerAdapter.trained_steps = 8
     batch = micro_batch(trainer.module)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
@@ -381,7 +389,7 @@ def test_a_partial_rollout_says_which_weights_each_token_is_of(monkeypatch, mode
     [
         ({"image_data": ["picture"]}, {}, "image_data: samebits generates from token ids alone"),
         ({}, {"repetition_penalty": 1.1}, "repetition_penalty must be 1.0"),
-        ({"prompt_ids": list(range(3, 119))}, {}, "116 prompt tokens leave no room in max_model_len 116"),
+        ({"prompt_ids": list(range(3, 119))}, {}, "prompt of 116 tokens leaves no room in max_model_len 116"),
     ],
 )
 def test_a_request_that_cannot_be_exact_is_refused(monkeypatch, model_path, arguments, params, message):

@@ -215,6 +215,7 @@ def test_prompt_logprobs_are_the_trainers_in_every_dialect(server, trainer):
         assert len(row) in (2, 3)
         ranks = {entry["rank"] for entry in row.values()}
         assert {1, 2} <= ranks and row[str(token)]["rank"] in ranks
+        assert next(iter(row)) == str(token)  # where prime-rl looks for it
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     rows = server.ok("/inference/v1/generate", body)["prompt_logprobs"]
     assert [row[str(t)]["logprob"] for row, t in zip(rows[1:], ids[1:], strict=True)] == expected
@@ -285,6 +286,7 @@ def test_information_routes_say_what_both_dialects_ask(server):
     for route in ("/model_info", "/get_model_info"):
         assert server.get(route)["weight_version"] == "default"
     info = server.get("/server_info?config_format=json")
+    assert (info["enable_memory_saver"], info["enable_return_routed_experts"]) == (False, False)  # as slime asks
     assert info["vllm_config"]["model_config"]["dtype"] == "float32"
     assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"  # TRL's trainers ask for it
     assert (info["tp_size"], info["pp_size"]) == (1, 1)

@@ -346,21 +346,25 @@ def test_checksums_compare_two_versions(server, path, updated):
 # --- the Python client ------------------------------------------------------------------------------------------------
 
 
-def test_slimes_check_of_an_update(server, path, updated):
+MILES = {"allow_quant_error": False, "selector": "all"}
+
+
+@pytest.mark.parametrize("more", [{}, MILES], ids=["slime", "Miles"])
+def test_the_check_of_an_update(server, path, updated, more):
     """Snapshot, reset, update, compare: what slime and Miles ask for with --check-weight-update-equal."""
     for name in ("/get_weight_version", "/weight_version"):
         assert server.get(name) == {"weight_version": "default"}
-    assert server.post("/weights_checker", {"action": "compare"}).status_code == 409
-    assert server.ok("/weights_checker", {"action": "snapshot"})["success"] is True
-    server.ok("/weights_checker", {"action": "reset_tensors"})
+    assert server.post("/weights_checker", {"action": "compare", **more}).status_code == 409
+    assert server.ok("/weights_checker", {"action": "snapshot", **more})["success"] is True
+    server.ok("/weights_checker", {"action": "reset_tensors", **more})
     assert server.post("/generate", {"input_ids": PROMPT}).status_code == 503
-    response = server.post("/weights_checker", {"action": "compare"})
+    response = server.post("/weights_checker", {"action": "compare", **more})
     assert (response.status_code, "dropped" in response.json()["message"]) == (400, True)
     server.ok("/update_weights_from_disk", {"model_path": str(path), "weight_version": "6"})
-    assert server.ok("/weights_checker", {"action": "compare"})["success"] is True
+    assert server.ok("/weights_checker", {"action": "compare", **more})["success"] is True
     assert server.get("/get_weight_version") == {"weight_version": "6"}
     server.ok("/update_weights_from_disk", {"model_path": str(updated)})
-    response = server.post("/weights_checker", {"action": "compare"})
+    response = server.post("/weights_checker", {"action": "compare", **more})
     assert (response.status_code, response.json()["success"]) == (400, False)
     assert "differ from the snapshot" in response.json()["message"]
     assert server.post("/weights_checker", {"action": "reset"}).status_code == 400
