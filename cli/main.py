@@ -81,11 +81,15 @@ def generate(
 def chat(sampling: Settings, engine: Settings, model: Model) -> None:
     """Talk with a model. An empty line, 'exit' or Ctrl-D ends it; Ctrl-C stops an answer."""
     from ..engine import LLM, SamplingParams
+    from ..engine.input_processor import load_tokenizer, need_chat_template
     from ..engine.sampling_params import RequestOutputKind
+    from ..model import resolve
 
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-    llm = LLM(model, **engine)
-    llm.chat_prompt([{"role": "user", "content": "Hello"}])  # a model that can't chat says so now
+    path = resolve(model)
+    tokenizer = None if engine["skip_tokenizer_init"] else load_tokenizer(path)
+    need_chat_template(tokenizer, path)  # a model that can't chat says so before its weights load
+    llm = LLM(path, **engine)
     messages: list[dict[str, str]] = []
     while True:
         try:
