@@ -1,6 +1,5 @@
 """Raw connections: what is too long, too slow or no HTTP ends alone, and the others are served."""
 
-import asyncio
 import json
 import logging
 import socket
@@ -195,12 +194,12 @@ def test_an_address_that_cannot_be_had_says_what_to_do():
 
 
 def test_a_started_server_says_what_it_serves_and_warns_where_anybody_may_use_it(server, caplog, monkeypatch):
-    monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
+    monkeypatch.setattr(serve.Server, "run", lambda self, listeners: None)
     caplog.set_level(logging.INFO)
     for host, key, warned in [("127.0.0.1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", "k", False)]:
         caplog.clear()
         with serve.take_address(host, 0) as listener:
-            serve.serve(server.llm, "tiny", listener, Guard(key))
+            serve.serve(server.llm, "tiny", [listener], Guard(key), 30.0)
         assert ("set an API key" in caplog.text) == warned
         assert f"API key {'set' if key else 'none'}, admin key none" in caplog.text
         for part in ("tiny in float32", "KV cache 0.0 GiB", "replicas 1, stages 1", server.llm.contract.hash):

@@ -337,7 +337,7 @@ def test_checksums_compare_two_versions(server, path, updated):
     assert server.ok("/weight_checker", {"action": "compare", "baseline": old})["mismatches"] == sorted(old)
     server.ok("/update_weights_from_disk", {"model_path": str(path)})
     assert server.ok("/weight_checker", {"action": "compare", "baseline": old})["match"] is True
-    assert server.ok("/weight_checker", {"action": "reset"}) == {"status": "reset"}
+    assert server.ok("/weight_checker", {"action": "reset"})["status"] == "reset"
     assert server.http.get("/health_generate").status_code == 503
     server.ok("/update_weights_from_disk", {"model_path": str(path)})
     assert server.ok("/weight_checker", {"action": "compare", "baseline": old})["match"] is True
@@ -363,7 +363,6 @@ def test_slimes_check_of_an_update(server, path, updated):
     response = server.post("/weights_checker", {"action": "compare"})
     assert (response.status_code, response.json()["success"]) == (400, False)
     assert "differ from the snapshot" in response.json()["message"]
-    assert server.post("/weights_checker", {"action": "reset"}).status_code == 400
 
 
 def test_the_client_returns_what_the_engine_does(server, path, updated):
