@@ -162,6 +162,23 @@ def test_many_connections_that_end_half_way_leave_nothing(server, monkeypatch):
     wait_for(lambda: process.num_fds() <= before + 2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_half_of_a_connection_is_gone_and_leaves_nothing(server, stream):
+    """As `nc -N` does after its request: nobody can tell it from a client that closed both halves."""
+    process = psutil.Process()
+    server.get("/health")
+    before, aborted = process.num_fds(), server.engine.finished["abort"]
+    for _ in range(20):
+        with connected(server, post(BODY | {"max_tokens": 500, "stream": stream})) as connection:
+            wait_for(lambda: server.llm.stats().num_running)
+            connection.shutdown(socket.SHUT_WR)
+            assert b'"finish_reason":"length"' not in received(connection)
+        server.idle()
+    assert server.engine.finished["abort"] == aborted + 20
+    wait_for(lambda: process.num_fds() <= before)
+    assert not [c for c in server.server.server_state.connections if c.cycle and not c.cycle.response_complete]
+
+
 # --- small things that clients ask ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,9 @@
 """Weight updates over HTTP: all or nothing, over every way, and never a hang."""
 
+import base64
+import pathlib
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,6 +185,35 @@ def test_from_disk_by_both_dialects(server, path, updated, old_rollout, new_roll
     assert choice["weight_versions"] == [{"version": "renamed", "start": 0, "end": 300}]
     server.ok("/sleep?level=2")
     server.ok("/wake_up")
+    assert served(server) == old_rollout
+
+
+class Gadget:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.file,)
+
+
+def test_nothing_that_a_client_names_or_sends_is_unpickled(server, path, tmp_path, old_rollout):
+    """SGLang's pickled tensors have no route; of a directory's files only safetensors are read."""
+    canary, model = tmp_path / "canary", tmp_path / "model"
+    gadget = pickle.dumps(Gadget(canary))
+    pickle.loads(gadget)
+    canary.unlink()  # so it works
+    body = {"serialized_named_tensors": [base64.b64encode(gadget).decode()], "load_format": None}
+    assert server.post("/update_weights_from_tensor", body).status_code == 404
+    shutil.copytree(path, model)
+    (model / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.pt", "model.safetensors"):
+        (model / name).write_bytes(gadget)
+        torch.save({"model.norm.weight": Gadget(canary)}, model / f"whole-{name}")
+        reply = server.post("/update_weights_from_disk", {"model_path": str(model)})
+        assert (reply.status_code, reply.json()["success"]) == (400, False), reply.text
+    assert not canary.exists()
     assert served(server) == old_rollout
 
 
