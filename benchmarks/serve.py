@@ -90,11 +90,12 @@ async def post(port: int, body: dict, reader_writer=None) -> tuple[list[tuple[fl
     if "content-length" in headers:
         length = int(headers.split("content-length:")[1].split("\r\n")[0])
         return [], json.loads(await reader.readexactly(length)), (reader, writer)
-    events = []
+    events, rest = [], b""
     while size := int(await reader.readline(), 16):
         chunk = await reader.readexactly(size + 2)
         now = time.perf_counter()
-        for line in chunk.splitlines():
+        *lines, rest = (rest + chunk[:size]).split(b"\n\n")  # an event may come in two chunks
+        for line in lines:
             if line.startswith(b"data: {"):
                 events.append((now, len(json.loads(line[6:])["choices"][0]["token_ids"] or ())))
     await reader.readline()
