@@ -1,7 +1,8 @@
 """The HTTP server, measured: latency beside vLLM's, overhead over the engine alone, and many requests.
 
-usage: python benchmarks/serve.py [--peers vllm] [--parts latency overhead many] [--out FILE]
-vLLM runs under the interpreter that VLLM_PYTHON names (an environment with its CPU build). Servers run one at a time.
+usage: python benchmarks/serve.py [--peers vllm] [--checkouts FOLDER ...] [--parts latency overhead many] [--out FILE]
+vLLM runs under the interpreter that VLLM_PYTHON names (an environment with its CPU build). --checkouts: other versions
+of samebits, each a folder called samebits; they take part in the latency. Servers run one at a time, in turn.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil.Process]]:
-    """Starts a server, waits until it answers, stops it."""
+    """Starts a server, waits until it answers, stops it. engine: vLLM, samebits, or the folder of another checkout."""
     port, environment = free_port(), dict(os.environ)
     if engine == "vLLM":
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -55,6 +56,8 @@ def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil
                    "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "128", "--enforce-eager",
                    "--no-enable-log-requests"]  # fmt: skip
     else:
+        if engine != "samebits":
+            environment["PYTHONPATH"] = str(pathlib.Path(engine).parent)
         command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
@@ -87,11 +90,12 @@ async def post(port: int, body: dict, reader_writer=None) -> tuple[list[tuple[fl
     if "content-length" in headers:
         length = int(headers.split("content-length:")[1].split("\r\n")[0])
         return [], json.loads(await reader.readexactly(length)), (reader, writer)
-    events = []
+    events, rest = [], b""
     while size := int(await reader.readline(), 16):
         chunk = await reader.readexactly(size + 2)
         now = time.perf_counter()
-        for line in chunk.splitlines():
+        *lines, rest = (rest + chunk[:size]).split(b"\n\n")  # an event may come in two chunks
+        for line in lines:
             if line.startswith(b"data: {"):
                 events.append((now, len(json.loads(line[6:])["choices"][0]["token_ids"] or ())))
     await reader.readline()
@@ -128,13 +132,20 @@ async def latency(port: int, model: str, clients: int) -> dict:
     return found
 
 
-def latencies(model: str, peers: list[str]) -> dict:
-    found: dict[str, dict] = {}
-    for engine in ["samebits", *(["vLLM"] if "vllm" in peers else [])]:
-        with server(engine, model) as (port, _):
-            asyncio.run(latency(port, model, 1))  # warm up
-            found[engine] = {str(c): asyncio.run(latency(port, model, c)) for c in PER_CLIENT}
-    return found
+def latencies(model: str, engines: list[str], rounds: int) -> dict:
+    """The medians of the rounds' cells, by engine and number of clients. Every second round goes the other way."""
+    cells: dict[str, dict[str, list[dict]]] = {e: {str(c): [] for c in PER_CLIENT} for e in engines}
+    for number in range(rounds):
+        for engine in engines[:: (-1) ** number]:
+            with server(engine, model) as (port, _):
+                asyncio.run(latency(port, model, 1))  # warm up
+                for clients in PER_CLIENT:
+                    cells[engine][str(clients)].append(asyncio.run(latency(port, model, clients)))
+    return {engine: {c: medians(found) for c, found in by_clients.items()} for engine, by_clients in cells.items()}
+
+
+def medians(cells: list[dict]) -> dict:
+    return {key: statistics.median(cell[key] for cell in cells) for key in cells[0]}
 
 
 def overhead(model: str, rounds: int) -> dict:
@@ -253,7 +264,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--peers", nargs="*", default=[], choices=["vllm"])
     parser.add_argument("--parts", nargs="*", default=["latency", "overhead", "many"])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checkouts", nargs="*", default=[], metavar="FOLDER")
+    parser.add_argument("--rounds", type=int, default=5, help="of the overhead")
+    parser.add_argument("--latency-rounds", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     if "vllm" in args.peers and "VLLM_PYTHON" not in os.environ:
@@ -263,7 +276,8 @@ def main() -> None:
     if args.out and args.out.is_file():
         found = json.loads(args.out.read_text()) | found
     if "latency" in args.parts:
-        found["latency"] = latencies(model, args.peers)
+        engines = ["samebits", *args.checkouts, *(["vLLM"] if "vllm" in args.peers else [])]
+        found["latency"] = latencies(model, engines, args.latency_rounds)
     if "overhead" in args.parts:
         found["overhead"] = overhead(model, args.rounds)
     if "many" in args.parts:

@@ -81,11 +81,15 @@ def generate(
 def chat(sampling: Settings, engine: Settings, model: Model) -> None:
     """Talk with a model. An empty line, 'exit' or Ctrl-D ends it; Ctrl-C stops an answer."""
     from ..engine import LLM, SamplingParams
+    from ..engine.input_processor import load_tokenizer, need_chat_template
     from ..engine.sampling_params import RequestOutputKind
+    from ..model import resolve
 
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-    llm = LLM(model, **engine)
-    llm.chat_prompt([{"role": "user", "content": "Hello"}])  # a model that can't chat says so now
+    path = resolve(model)
+    tokenizer = None if engine["skip_tokenizer_init"] else load_tokenizer(path)
+    need_chat_template(tokenizer, path)  # a model that can't chat says so before its weights load
+    llm = LLM(path, **engine)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -135,24 +139,22 @@ def serve(
     from concurrent.futures import ThreadPoolExecutor
 
     from ..engine import LLM
+    from ..server import serve as http
     from ..server.auth import Guard, read_key
     from ..server.options import ServerOptions
-    from ..server.serve import serve as run
-    from ..server.serve import take_address
 
     guard = Guard(read_key(api_key_file, "SAMEBITS_API_KEY"), read_key(admin_key_file, "SAMEBITS_ADMIN_KEY"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ServerOptions(**server)  # checked before the model loads, as are the addresses
-    listener = take_address(host, port)
-    own = guard.admin_key is None and control_port != port
-    control = take_address("127.0.0.1", control_port) if own else None
+    listeners = [http.take_address(host, port)]
+    if guard.admin_key is None and control_port != port:
+        listeners.append(http.take_address("127.0.0.1", control_port))
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.
     with ThreadPoolExecutor(1) as loader:
         llm = loader.submit(LLM, model, **engine).result()
-    where = (served_model_name or model, listener, guard, shutdown_timeout, control)
     try:
-        run(llm, *where, **server)
+        http.serve(llm, served_model_name or model, listeners, guard, shutdown_timeout, **server)
     finally:
         llm.close()
 

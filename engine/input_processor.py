@@ -103,6 +103,15 @@ class InputProcessor:
         return self.tokenizer
 
 
+def need_chat_template(tokenizer: Tokenizer | None, where: object) -> Tokenizer:
+    """Return the tokenizer. Raises ValueError where there is none, or none with a chat template."""
+    if tokenizer is None:
+        raise ValueError(f"chat messages need a tokenizer, and {where} has none; give token ids")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{where} has no chat template; use `generate`, with a prompt that is the whole text")
+    return tokenizer
+
+
 def load_tokenizer(path: pathlib.Path) -> Tokenizer | None:
     """Return the model's tokenizer, or None where it has none: token ids still work."""
     files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -20,7 +20,7 @@ from .core import EngineCore
 from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, Engine, WorkerEngine
 from .executor import LocalExecutor
-from .input_processor import InputProcessor, Prompt, load_tokenizer
+from .input_processor import InputProcessor, Prompt, load_tokenizer, need_chat_template
 from .interrupts import deferred_interrupt
 from .outputs import EngineStats, RequestOutput
 from .request import Request
@@ -137,9 +137,7 @@ class LLM:
 
     def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
         """The token ids that the model's chat template makes of a conversation. ValueError where it has none."""
-        tokenizer = self.processor.need_tokenizer("chat messages")
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(f"{self.path} has no chat template; use `generate`, with a prompt that is the whole text")
+        tokenizer = need_chat_template(self.tokenizer, self.path)
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 

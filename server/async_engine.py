@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
-from .limits import Limits
+from .options import Limits
 from .states import ConflictError, ServerState, UnavailableError
 from .tokenization import Tokenization
 
@@ -94,12 +94,12 @@ class AsyncEngine:
     limits: of each call, and of what may run and wait; more of that is `UnavailableError`.
     """
 
-    def __init__(self, llm: LLM, limits: Limits, on_step: Callable[[float], None] = lambda seconds: None):
+    def __init__(self, llm: LLM, limits: Limits):
         self.llm = llm
         self.state = ServerState(llm)
         self.tokenization = Tokenization(llm)
         self.limits = limits
-        self.on_step = on_step
+        self.on_step: Callable[[float], None] = lambda seconds: None  # called by the engine's thread
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
         self.finished: Counter[str] = Counter()  # samples by finish_reason
@@ -108,23 +108,18 @@ class AsyncEngine:
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    @property
-    def alive(self) -> bool:
-        """True while the engine thread runs."""
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start the engine thread; results go to the running event loop."""
         self.loop = asyncio.get_running_loop()
-        self._thread.start()
+        self.thread.start()
 
     async def stop(self) -> None:
         """End the engine thread; wait for it for at most ten seconds."""
         self._stopping = True
         self.call(lambda llm: None)
-        await asyncio.to_thread(self._thread.join, 10)
+        await asyncio.to_thread(self.thread.join, 10)
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -222,9 +217,7 @@ class AsyncEngine:
 
     async def _checked(self, request: GenerateRequest, name: str, inline: bool) -> Request:
         key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
-        prompt: dict[str, Any] = {key: request.prompt}
-        if request.cache_salt is not None:
-            prompt["cache_salt"] = request.cache_salt
+        prompt: dict[str, Any] = {key: request.prompt, "cache_salt": request.cache_salt}
         arguments = (prompt, request.params, name, self.tokenization.processor)
         self.tokenization.check_length(request.prompt)
         if inline and request.params.structured_outputs is None:
@@ -265,11 +258,9 @@ class AsyncEngine:
         ids = sorted(set().union(*(g.unfinished for g in generations)))
         return self.call(lambda llm: sum(map(llm.abort, ids)))
 
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests, or all (None), with finish_reason "abort" and what they have; return how many."""
-        if request_ids is None:
-            return await self.abort_all(self.generations.values())
-        found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids]
+    async def abort(self, request_ids: Sequence[str] = ()) -> int:
+        """End these requests, or all, with finish_reason "abort" and what they have; return how many."""
+        found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids or self.generations]
         return await self.abort_all(g for g in found if g)
 
     async def pause(self, mode: str, refuse: bool) -> None:

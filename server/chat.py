@@ -1,4 +1,4 @@
-"""Chat: a conversation's way to token ids, and an answer's way to a message."""
+"""Chat: a conversation's way to token ids, and its answers' way to messages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,33 @@ from .tools import FORMATS, ToolFormat
 
 
 @dataclass
-class Conversation:
-    """The messages of a call. template: what the chat template gets beside them, `tools` among it.
+class _Answer:
+    """A choice so far. told: characters of its text that the client knows."""
 
-    kept: whether ids of answers are kept for the next turn, and those of earlier turns used. cache_salt: shuts them off
-    from calls with another one, as it does their KV. keys: `conversation_keys`, once the prompt is known.
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    told: int = 0
+
+
+@dataclass
+class Conversation:
+    """The messages of a call, and its answers so far, whole or piece by piece.
+
+    template: what the chat template gets beside the messages, `tools` among it. tools: how calls are written; None:
+    they stay text. kept: whether ids of answers are kept for the next turn, and those of earlier turns used.
+    cache_salt: shuts them off from calls with another one, as it does their KV. keys: `conversation_keys`, once the
+    prompt is known.
     """
 
     server: Service
     messages: list[dict]
     template: dict[str, Any]
+    tools: ToolFormat | None
     cache_salt: str | None
     kept: bool
+    streamed: bool
     keys: list[bytes] = field(default_factory=list)
+    answers: dict[int, _Answer] = field(default_factory=dict)
 
     async def prompt_ids(self) -> list[int]:
         """The prompt: an answer that was generated here with the ids that were sampled, the rest encoded."""
@@ -36,63 +50,31 @@ class Conversation:
             self.keys = await tokenization.in_thread(conversation_keys, context, self.messages)
         turn = self.server.kept.find(self.keys)
         if turn is not None:
-            ids = await tokenization.chat_from(self.messages, turn, **self.template)
+            ids = await tokenization.in_thread(tokenization.chat_from, self.messages, turn, **self.template)
             if ids is not None:
                 return ids
-        return await tokenization.chat(self.messages, **self.template)
+        return await tokenization.in_thread(tokenization.chat, self.messages, **self.template)
 
-    def keep(self, message: dict, token_ids: list[int]) -> None:
-        """Keep the ids of the conversation with an answer."""
-        if self.kept:
-            self.server.kept.add(next_key(self.keys[-1], plain(message)), len(self.messages) + 1, token_ids)
-
-    def forced_call(self, tools: ToolFormat | None, choice: str | dict) -> StructuredOutputsParams:
+    def forced_call(self, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""
         given = [tool for tool in self.template["tools"] or [] if isinstance(_function_name(tool), str)]
         if isinstance(choice, dict):
             given = [tool for tool in given if _function_name(tool) == _function_name(choice)]
         if not given:
             raise ValueError(f"tool_choice {choice!r} needs that tool among `tools`")
-        if tools is None:
+        if self.tools is None:
             raise ValueError(
                 f"tool_choice {choice!r} needs to know how this model writes calls, which its chat template doesn't "
                 f"tell; start the server with --tool-parser {' | '.join(FORMATS)}"
             )
         added = self.server.engine.tokenization.need("tool_choice").added_tokens_decoder
-        return tools.forced(given, {str(token): i for i, token in added.items() if token.special})
-
-
-def _function_name(tool: dict) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
-
-
-@dataclass
-class _Answer:
-    """A choice so far. told: characters of its text that the client knows."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    told: int = 0
-
-
-class ChatAnswers:
-    """The messages of a call's choices, whole or piece by piece.
-
-    tools: how calls are written; None: they stay text. A message that ends with EOS or for its length is kept, with its
-    ids, for the next turn.
-    """
-
-    def __init__(self, conversation: Conversation, tools: ToolFormat | None, streamed: bool):
-        self.conversation = conversation
-        self.tools = tools
-        self.streamed = streamed
-        self.answers: dict[int, _Answer] = {}
+        return self.tools.forced(given, {str(token): i for i, token in added.items() if token.special})
 
     def take(self, index: int, output: RequestOutput, c: Completion) -> dict[str, Any]:
         """Return what is new of a choice: the message or delta, and its finish_reason.
 
-        The choice's `text` is the raw text, where calls were found in it.
+        The choice's `text` is the raw text, where calls were found in it. A message that ends with EOS or for its
+        length is kept, with its ids, for the next turn.
         """
         role = {} if self.streamed and index in self.answers else {"role": "assistant"}
         answer = self.answers.setdefault(index, _Answer())
@@ -106,9 +88,10 @@ class ChatAnswers:
             message["content"] = message["content"] or None
             message["tool_calls"] = [{"index": i, **call} if self.streamed else call for i, call in enumerate(calls)]
             reason = "tool_calls" if reason == "stop" else reason
-        if c.finish_reason == "length" or (c.finish_reason == "stop" and c.stop_reason is None):
-            said = {"role": "assistant", "content": answer.text[:shown], "tool_calls": calls}
-            self.conversation.keep(said, output.prompt_token_ids + answer.token_ids)
+        if self.kept and (c.finish_reason == "length" or (c.finish_reason == "stop" and c.stop_reason is None)):
+            said = plain({"role": "assistant", "content": answer.text[:shown], "tool_calls": calls})
+            ids = output.prompt_token_ids + answer.token_ids
+            self.server.kept.add(next_key(self.keys[-1], said), len(self.messages) + 1, ids)
         found = {"delta" if self.streamed else "message": message, "finish_reason": reason}
         return found | ({"text": answer.text} if calls else {})
 
@@ -120,3 +103,8 @@ class ChatAnswers:
             return max(answer.told, self.tools.visible(answer.text)), []
         before, calls = self.tools.parse(answer.text)
         return max(answer.told, len(before)), calls
+
+
+def _function_name(tool: dict) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None

@@ -1,24 +1,26 @@
-"""vLLM's control plane, and what both dialects ask under one name."""
+"""The control plane of both dialects: pausing, aborting, weights, memory."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from ..engine import LLM
 from ..engine.engine import MEMORY_TAGS
+from ..engine.weights import TensorSpec
+from ..engine.weights.group import DEFAULT_GROUP_NAME, WHOLE
+from ..engine.weights.spec import parse_specs
 from .protocol import Body, FastRoute, reply
-from .service import LOGPROBS_MODE, Served, Service
-from .sglang_control import InitGroupBody, Label, Manifest, done, init_weights_update_group
+from .service import Served
 from .states import ConflictError
 
-router = APIRouter(route_class=FastRoute, tags=["vLLM: information"])
-control = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
+vllm = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
+sglang = APIRouter(route_class=FastRoute, tags=["SGLang: control"])
 
 PauseMode = Literal["abort", "wait", "keep"]
+Label = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, max_length=256)]
 
 
 class AbortRequestsBody(Body):
@@ -27,10 +29,76 @@ class AbortRequestsBody(Body):
     request_ids: list[str] = Field(default_factory=list)
 
 
+class AbortBody(Body):
+    """The request to abort, or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(Body):
+    """A pause, and what it does with running requests."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class WholeUpdateBody(Body):
+    """The label of the version that an update makes."""
+
+    weight_version: Label | None = None
+
+
+class _UpdateBody(WholeUpdateBody):
+    flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
+    abort_all_requests: bool | None = False
+
+
+class FromDiskBody(_UpdateBody):
+    """A checkpoint directory to load."""
+
+    model_path: str = Field(min_length=1)
+    load_format: Literal["auto", "safetensors"] | None = None
+
+
+class GroupBody(Body):
+    """The name of a process group."""
+
+    group_name: str = DEFAULT_GROUP_NAME
+
+
+class InitGroupBody(GroupBody):
+    """A trainer's process group and this server's place in it."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535, strict=False)
+    rank_offset: int = Field(ge=1)  # rank 0 sends
+    world_size: int = Field(ge=2)
+    backend: str = "nccl"
+
+
 class InitTransferBody(Body):
     """The description of a trainer's process group."""
 
     init_info: InitGroupBody
+
+
+class Manifest(GroupBody):
+    """The tensors that a broadcast brings, in order; vLLM calls their dtypes dtype_names."""
+
+    names: list[str] = Field(min_length=1)
+    dtypes: list[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"))
+    shapes: list[list[int]]
+    bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
+
+    def specs(self) -> list[TensorSpec]:
+        """The manifest as the engine takes it. Raises ValueError."""
+        return parse_specs(self.names, self.dtypes, self.shapes)
+
+
+class FromDistributedBody(Manifest, _UpdateBody):
+    """A manifest, and how its tensors are sent."""
+
+    load_format: Literal["flattened_bucket"] | None = None
 
 
 class UpdateBody(Body):
@@ -49,87 +117,170 @@ class VersionBody(Body):
 
 
 class CheckerBody(Body):
-    """An action of the weight checker, and the checksums to compare with."""
+    """A step of a check of weights, by SGLang's name or vLLM's, and the checksums to compare with."""
 
-    action: Literal["checksum", "reset", "compare"]
-    baseline: dict[str, str] = Field(default_factory=dict)
+    action: Literal["checksum", "snapshot", "reset", "reset_tensors", "compare"]
+    baseline: dict[str, str] | None = Field(default=None, description="None: those of the snapshot.")
 
 
-class SnapshotBody(Body):
-    """A step of SGLang's check of weights."""
+class MemoryBody(Body):
+    """The kinds of memory to release or to take back; none named: all."""
 
-    action: Literal["snapshot", "reset_tensors", "compare"]
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+
+def done(message: str, **more: Any):
+    """Return a reply of success in SGLang's form."""
+    return reply({"success": True, "message": message, "status": "ok"} | more)
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------
 
 
-@control.post("/pause")
+@vllm.post("/pause")
 async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = True):
     """Stop between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
     await server.engine.pause(mode, refuse=mode != "keep")
     return reply({"status": "paused"})
 
 
-@control.post("/resume")
+@sglang.post("/pause_generation")
+async def pause_generation(server: Served, body: PauseBody | None = None):
+    """Stop between two steps. New requests wait until /continue_generation."""
+    mode = body.mode if body else "abort"
+    await server.engine.pause("keep" if mode == "in_place" else mode, refuse=False)
+    return done(f"generation paused ({mode})")
+
+
+@vllm.post("/resume")
 async def resume(server: Served):
     """Resume generation after a pause. 409 in the middle of a weight update."""
     await server.updates.resume()
     return reply({"status": "resumed"})
 
 
-@router.get("/is_paused")
-async def is_paused(server: Served):
-    """Say whether generation is paused, and the state of the server."""
-    state = server.engine.state
-    return reply({"is_paused": state.paused.is_set(), "state": state.name})
+@sglang.post("/continue_generation")
+async def continue_generation(server: Served, body: Body | None = None):
+    """Resume generation after a pause. 409 in the middle of a weight update."""
+    await server.updates.resume()
+    return done("generation continues")
 
 
-@control.post("/inference/v1/abort_requests")
-@control.post("/abort_requests")
+@vllm.post("/inference/v1/abort_requests")
+@vllm.post("/abort_requests")
 async def abort_requests(server: Served, body: AbortRequestsBody | None = None):
     """End requests by their ids; an empty list ends all."""
-    ids = (body or AbortRequestsBody()).request_ids
-    return reply({"status": "aborted", "aborted": await server.engine.abort(ids or None)})
+    return reply({"status": "aborted", "aborted": await server.engine.abort(body.request_ids if body else [])})
 
 
-@control.post("/reset_prefix_cache")
+@sglang.post("/abort_request")
+async def abort_request(server: Served, body: AbortBody | None = None):
+    """Abort one request or all."""
+    if body is None or not (body.abort_all or body.rid):
+        raise ValueError("give rid, or abort_all=true")
+    count = await server.engine.abort([] if body.abort_all or not body.rid else [body.rid])
+    return done(f"{count} requests aborted", aborted=count)
+
+
+@vllm.post("/reset_prefix_cache")
 async def reset_prefix_cache(server: Served, reset_running_requests: bool = False):
     """Forget all cached prefixes; on request, of running requests, too."""
     await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
     return reply({"success": True})
 
 
+@sglang.get("/flush_cache")
+@sglang.post("/flush_cache")
+async def flush_cache(server: Served):
+    """Forget cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
+    paused = server.engine.state.paused.is_set()
+    if server.engine.num_sequences and not paused:
+        raise ValueError("requests are running; pause or finish them first")
+    await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=paused))
+    return done("cache flushed")
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@control.post("/init_weight_transfer_engine")
+@vllm.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(body: InitTransferBody, server: Served):
     """Join a torch process group (`backend`: "gloo" or "nccl") whose rank 0 will send weights.
 
     vLLM's own group, NCCL without torch, is another protocol and not supported: name a backend of torch's.
     """
-    info = body.init_info
-    if "backend" not in info.model_fields_set:
+    if "backend" not in body.init_info.model_fields_set:
         raise ValueError('only torch process groups are supported here: set init_info.backend to "gloo" or "nccl"')
-    return await init_weights_update_group(info, server)
+    return await init_weights_update_group(body.init_info, server)
 
 
-@control.post("/update_weights")
+@sglang.post("/init_weights_update_group")
+async def init_weights_update_group(body: InitGroupBody, server: Served):
+    """Join a torch process group whose rank 0 will send weights."""
+    where = (body.master_address, body.master_port, body.rank_offset, body.world_size, body.backend)
+    await server.updates.join(body.group_name, *where)
+    return done(f"joined weight group {body.group_name!r} as rank {body.rank_offset} of {body.world_size}")
+
+
+@vllm.post("/shutdown_weight_transfer_engine")
+@sglang.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(server: Served, body: GroupBody | None = None):
+    """Leave a trainer's process group."""
+    name = body.group_name if body else DEFAULT_GROUP_NAME
+    left = await server.updates.leave(name)
+    return done(f"left weight group {name!r}" if left else f"there was no weight group {name!r}")
+
+
+@vllm.post("/start_weight_update")
+@sglang.post("/begin_weight_update")
+async def begin_weight_update(server: Served, body: WholeUpdateBody | None = None):
+    """Begin an update: tensors that come from now on are put in force by /finish_weight_update or /end_weight_update,
+    together.
+    """
+    await server.updates.begin()
+    return done("weight update begun")
+
+
+@vllm.post("/update_weights")
 async def update_weights(body: UpdateBody, server: Served):
     """Receive tensors over the group, or load the checkpoint directory `weight_dir`."""
-    updates = server.updates
-    info = body.update_info
-    if info is not None and body.weight_dir is None:
-        message = await updates.receive(info.group_name, info.specs(), info.bucket_bytes, body.weight_version)
-    elif info is None and body.weight_dir is not None:
-        message = await updates.load(body.weight_dir, body.weight_version)
-    else:
-        raise ValueError("give either update_info or weight_dir")
-    return done(message)
+    info, label = body.update_info, body.weight_version
+    if info and not body.weight_dir:
+        return done(await server.updates.receive(info.group_name, info.specs(), info.bucket_bytes, label))
+    if body.weight_dir and not info:
+        return done(await server.updates.load(body.weight_dir, label))
+    raise ValueError("give either update_info or weight_dir")
 
 
-@control.post("/update_weight_version")
+@sglang.post("/update_weights_from_disk")
+async def update_weights_from_disk(body: FromDiskBody, server: Served):
+    """Load a checkpoint directory, checked whole before it is in force."""
+    if body.abort_all_requests:
+        await server.engine.abort()
+    message = await server.updates.load(body.model_path, body.weight_version)
+    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.state.paused.is_set() else 0)
+
+
+@sglang.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(body: FromDistributedBody, server: Served):
+    """Receive tensors over a group: all, or a bucket; the version moves when none is missing."""
+    manifest = body.specs()
+    if body.abort_all_requests:
+        await server.engine.abort()
+    bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
+    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.weight_version))
+
+
+@vllm.post("/finish_weight_update")
+@sglang.post("/end_weight_update")
+async def end_weight_update(server: Served, body: WholeUpdateBody | None = None):
+    """Put the weights of the update that was begun into force."""
+    await server.updates.finish(body.weight_version if body else None)
+    label = server.updates.label
+    return done(f"version {label!r} is in force", weight_version=label)
+
+
+@vllm.post("/update_weight_version")
 async def update_weight_version(body: VersionBody, server: Served):
     """Rename the version in force."""
     if body.abort_all_requests:
@@ -138,70 +289,41 @@ async def update_weight_version(body: VersionBody, server: Served):
     return done("weight version renamed", new_version=body.new_version)
 
 
-@router.get("/weight_info")
-async def weight_info(server: Served):
-    """The weight version's label, the number of updates, and the groups that could receive weights."""
-    groups = [name for name in server.updates.groups if server.llm.worker_engine.workers.has_weight_group(name)]
-    return reply({
-        "weight_version": server.updates.label,
-        "updates": server.llm.weight_version,
-        "weight_groups": groups,  # that could receive weights now
-    })  # fmt: skip
+@vllm.post("/weight_checker")
+@sglang.post("/weights_checker")
+async def weight_checker(body: CheckerBody, server: Served):
+    """Check weights by a hash of each tensor.
 
-
-@router.get("/weight_version")
-@router.get("/get_weight_version")
-async def get_weight_version(server: Served):
-    """The weight version's label, as slime and Miles ask for it."""
-    return reply({"weight_version": server.updates.label})
-
-
-@control.post("/weights_checker")
-async def weights_checker(body: SnapshotBody, server: Served):
-    """Check weights in SGLang's three steps: take a snapshot (of hashes), drop all weights, compare what came since."""
-    if body.action == "reset_tensors":
+    checksum returns the hashes, snapshot keeps them here. reset and reset_tensors drop all weights, so that nothing is
+    served before an update has brought them. compare says what differs from a baseline, or else from the snapshot,
+    where a difference is a 400.
+    """
+    if body.action.startswith("reset"):
         await server.engine.release_memory(["weights"])
-        return done("all weights are dropped; nothing is served before an update has brought them")
-    found = await _checksums(server)
+        return done("all weights are dropped; nothing is served before an update has brought them", status="reset")
+    if not server.llm.has_weights:
+        raise ValueError("the weights are dropped: wake the engine up, or update them")
+    found = await server.engine.call(LLM.weight_checksums)
+    if body.action == "checksum":
+        return reply({"checksums": found})
     if body.action == "snapshot":
         server.weight_snapshot = found
         return done(f"took a snapshot of {len(found)} tensors")
-    if server.weight_snapshot is None:
+    baseline = server.weight_snapshot if body.baseline is None else body.baseline
+    if baseline is None:
         raise ConflictError('there is nothing to compare with; send {"action": "snapshot"} first')
-    if wrong := _mismatches(server.weight_snapshot, found):
+    wrong = sorted(name for name in baseline.keys() | found.keys() if baseline.get(name) != found.get(name))
+    if body.baseline is not None:
+        return reply({"match": not wrong, "mismatches": wrong})
+    if wrong:
         raise ValueError(f"{len(wrong)} of {len(found)} tensors differ from the snapshot, first {wrong[0]!r}")
     return done(f"all {len(found)} tensors are those of the snapshot")
-
-
-@control.post("/weight_checker")
-async def weight_checker(body: CheckerBody, server: Served):
-    """Check weights. checksum: a hash of each tensor. compare: those that differ from a baseline of such hashes. reset:
-    drops the weights, so that nothing can be served before an update has brought all of them.
-    """
-    if body.action == "reset":
-        await server.engine.release_memory(["weights"])
-        return reply({"status": "reset"})
-    found = await _checksums(server)
-    if body.action == "checksum":
-        return reply({"checksums": found})
-    mismatches = _mismatches(body.baseline, found)
-    return reply({"match": not mismatches, "mismatches": mismatches})
-
-
-async def _checksums(server: Service) -> dict[str, str]:
-    if not server.llm.has_weights:
-        raise ValueError("the weights are dropped: wake the engine up, or update them")
-    return await server.engine.call(LLM.weight_checksums)
-
-
-def _mismatches(baseline: dict[str, str], found: dict[str, str]) -> list[str]:
-    return sorted(name for name in baseline.keys() | found.keys() if baseline.get(name) != found.get(name))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@control.post("/sleep")
+@vllm.post("/sleep")
 async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"):
     """Pause, then free the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
     await server.engine.pause(mode, refuse=mode != "keep")
@@ -209,7 +331,7 @@ async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mo
     return reply({"status": "asleep", "level": level, "freed_bytes": freed})
 
 
-@control.post("/wake_up")
+@vllm.post("/wake_up")
 async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = None):
     """Take back what the tags name (weights, kv_cache), or all; go on when nothing is missing and no update comes."""
     memory = [t for t in tags or MEMORY_TAGS if t != "scheduling"]
@@ -220,59 +342,21 @@ async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = N
     return reply({"status": "asleep in part" if asleep else "awake"})
 
 
-@router.get("/is_sleeping")
-async def is_sleeping(server: Served):
-    """Say whether weights or KV cache are released."""
-    return reply({"is_sleeping": not server.llm.ready})
+@sglang.get("/release_memory_occupation")
+@sglang.post("/release_memory_occupation")
+async def release_memory_occupation(server: Served, body: MemoryBody | None = None):
+    """Free memory; the header x-samebits-freed-bytes says how much. Requests wait."""
+    freed = await server.engine.release_memory(_memory(body))
+    return reply(None, headers={"x-samebits-freed-bytes": str(freed)})
 
 
-# --- information ------------------------------------------------------------------------------------------------------
+@sglang.get("/resume_memory_occupation")
+@sglang.post("/resume_memory_occupation")
+async def resume_memory_occupation(server: Served, body: MemoryBody | None = None):
+    """Take the memory again. Weights come back from their checkpoint, or must be updated."""
+    await server.engine.call(lambda llm: llm.wake_up(_memory(body)))
+    return reply(None)
 
 
-@router.get("/get_world_size")
-async def get_world_size(server: Served, include_dp: bool = True):
-    """Ranks that this server takes in a weight group; without include_dp, those of one replica."""
-    llm = server.llm
-    return reply({"world_size": llm.world_size if include_dp else llm.config.pipeline_parallel_size})
-
-
-@router.get("/get_server_info")
-@router.get("/server_info")
-async def server_info(server: Served, config_format: Literal["text", "json"] = "text"):
-    """Both dialects' server information, and what log-probs mean here."""
-    llm = server.llm
-    config = llm.config
-    load = server.load()
-    limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
-    vllm_config = {
-        "model_config": {
-            "model": server.model_name,
-            "dtype": config.dtype,
-            "max_model_len": llm.max_model_len,
-            "logprobs_mode": "processed_logprobs",  # vLLM's word for log-probs of the distribution sampled from
-        },
-        "cache_config": {"enable_prefix_caching": config.enable_prefix_caching, "num_blocks": load.kv_blocks_total},
-        "scheduler_config": limits,
-        "weight_transfer_config": {"backend": "gloo"},
-    }
-    return reply({
-        "vllm_config": vllm_config,
-        "model_path": str(llm.path),
-        "tokenizer_path": str(llm.path),
-        "served_model_name": server.model_name,
-        "tp_size": 1,
-        "pp_size": config.pipeline_parallel_size,
-        "dp_size": config.replicas,
-        "enable_memory_saver": False,  # slime's external engines must say so
-        "enable_return_routed_experts": llm.engine.has_experts,
-        "max_total_num_tokens": llm.engine.capacity,
-        "max_running_requests": config.max_num_seqs * config.replicas,
-        "context_length": llm.max_model_len,
-        "weight_version": server.updates.label,
-        "logprobs_mode": LOGPROBS_MODE,
-        "contract": server.contract_hash,
-        "engine": "samebits",
-        "control_port": server.guard.control_port,
-        "limits": asdict(server.engine.limits),
-        "stats": asdict(load),
-    })  # fmt: skip
+def _memory(body: MemoryBody | None) -> list[str]:
+    return [tag for tag in (body and body.tags) or MEMORY_TAGS if tag in MEMORY_TAGS]

@@ -1,4 +1,4 @@
-"""The OpenAI dialect with vLLM's extensions: completions, chat, tokenisation."""
+"""The OpenAI dialect with vLLM's extensions: completions and chat."""
 
 from __future__ import annotations
 
@@ -9,49 +9,25 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
-from .chat import ChatAnswers, Conversation
-from .protocol import (
-    STREAMING,
-    Body,
-    DataRoute,
-    Ids,
-    Items,
-    RequestId,
-    Sampling,
-    answer,
-    finite,
-    reply,
-    usage,
-    version_spans,
-)
+from .chat import Conversation
+from .protocol import Body, CallBody, Ids, Items, Sampling, answer, data_router, finite, usage, version_spans
 from .service import Served, Service
 
-router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
+router = data_router("OpenAI and vLLM")
 
 
 class StreamOptions(Body):
     """OpenAI's options of a stream."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
 
 
-class GenerationBody(Body):
-    """The fields of every call that generates."""
-
-    model: str | None = None
-    stream: bool | None = False
-    cache_salt: str | None = Field(default=None, min_length=1)
-    request_id: RequestId | None = None
-
-
-class _Common(GenerationBody, Sampling):
+class _Common(CallBody, Sampling):
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -101,41 +77,18 @@ class ChatRequest(_Common):
     return_meta_info: bool | None = False
 
 
-class TokenizeRequest(Body):
-    """The body of `/tokenize`: a prompt or a conversation."""
-
-    prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = None
-    model: str | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
-
-
-class DetokenizeRequest(Body):
-    """The body of `/detokenize`."""
-
-    tokens: Ids
-    model: str | None = None
-
-
-# --- completions and chat ---------------------------------------------------------------------------------------------
-
-
 class _Writer:
     """Writes one call's choices, whole or as chunks."""
 
-    def __init__(self, server: Service, body: _Common, n: int, request_id: str, answers: ChatAnswers | None = None):
+    def __init__(self, server: Service, body: _Common, n: int, request_id: str, chat: Conversation | None = None):
         self.server = server
         self.body = body
         self.n = n
-        self.answers = answers
-        self.chat = answers is not None
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{request_id}"
+        self.chat = chat
+        self.id = f"{'cmpl' if chat is None else 'chatcmpl'}-{request_id}"
         self.created = int(time.time())
         self.offsets: dict[int, int] = {}  # choice that has begun -> characters of its logprobs' tokens so far
-        self.prompt_tokens: dict[int, int] = {}  # by request
-        self.cached_tokens: dict[int, int] = {}
+        self.outputs: dict[int, RequestOutput] = {}  # the newest of each request
         self.completion_tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
@@ -143,7 +96,7 @@ class _Writer:
         for index, output in enumerate(outputs):
             choices += [self.choice(index, output, c) for c in output.completions]
         of_prompt = self.of_prompt(outputs[0]) if self.chat else {}
-        return self.envelope(choices) | of_prompt | {"usage": self.usage()}
+        return self.envelope(choices) | of_prompt | {"usage": usage(self.outputs.values(), self.completion_tokens)}
 
     def events(self, index: int, output: RequestOutput) -> Iterable[dict]:
         for c in output.completions:
@@ -152,7 +105,7 @@ class _Writer:
 
     def last(self) -> Iterable[dict]:
         if self.body.stream_options and self.body.stream_options.include_usage:
-            yield self.envelope([]) | {"usage": self.usage()}
+            yield self.envelope([]) | {"usage": usage(self.outputs.values(), self.completion_tokens)}
 
     def envelope(self, choices: list[dict]) -> dict:
         kind = "chat.completion" + ".chunk" * bool(self.body.stream) if self.chat else "text_completion"
@@ -166,21 +119,17 @@ class _Writer:
             "choices": iter(choices),
         }
 
-    def usage(self) -> dict:
-        return usage(sum(self.prompt_tokens.values()), self.completion_tokens, sum(self.cached_tokens.values()))
-
     def choice(self, request: int, output: RequestOutput, c: Completion) -> dict:
         """A choice, or what is new of it. request: its index among all of the call."""
         body = self.body
         index = request * self.n + c.index
         begins = index not in self.offsets
         self.offsets.setdefault(index, 0)
-        self.prompt_tokens[request] = len(output.prompt_token_ids)
-        self.cached_tokens[request] = output.num_cached_tokens
+        self.outputs[request] = output
         self.completion_tokens += len(c.token_ids)
         found: dict[str, Any] = {"index": index, "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
         found["logprobs"] = self.logprobs(index, c)
-        found |= {"text": c.text or ""} if self.answers is None else self.answers.take(index, output, c)
+        found |= {"text": c.text or ""} if self.chat is None else self.chat.take(index, output, c)
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
         if c.routed_experts is not None:
@@ -258,20 +207,16 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | 
 
 
 async def _answer(
-    server: Service,
-    body: _Common,
-    prompts: list[str | list[int]],
-    params: SamplingParams,
-    answers: ChatAnswers | None = None,
+    server: Service, body: _Common, prompts: list[str | list[int]], params: SamplingParams, chat: Conversation | None
 ):
     server.check_model(body.model)
     request_id = body.request_id or uuid.uuid4().hex
-    writer = _Writer(server, body, params.n, request_id, answers)
+    writer = _Writer(server, body, params.n, request_id, chat)
     requests = [GenerateRequest(p, params, body.cache_salt) for p in prompts]
     return await answer(server.engine, requests, request_id, body.stream, writer.whole, writer.events, writer.last)
 
 
-@router.post("/v1/completions", responses=STREAMING)
+@router.post("/v1/completions")
 async def completions(body: CompletionRequest, server: Served):
     """Complete prompts: text or token ids, one or several; choices come prompt by prompt."""
     params = body.params(body.stream, logprobs=body.logprobs or None)
@@ -283,80 +228,33 @@ async def completions(body: CompletionRequest, server: Served):
     if not body.add_special_tokens:
         encode = server.engine.tokenization
         prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
-    return await _answer(server, body, prompts, params)
+    return await _answer(server, body, prompts, params, None)
 
 
-@router.post("/v1/chat/completions", responses=STREAMING)
+@router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, server: Served):
     """Answers a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    given = body.chat_template_kwargs or {}
+    if taken := sorted(given.keys() & {"tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}):
+        raise ValueError(f"chat_template_kwargs may not set {', '.join(taken)}")
     template = {
         "tools": body.tools,  # also with tool_choice "none", which leaves the prompt as it is and parses no calls
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,
-    } | _template_kwargs(body.chat_template_kwargs)
-    kept = body.input_ids is None and template["add_generation_prompt"]  # ids of a client's own are nobody else's
-    conversation = Conversation(server, body.messages, template, body.cache_salt, kept)
+    } | given
     tools = server.tool_format if body.tools and body.tool_choice != "none" else None
+    kept = body.input_ids is None and template["add_generation_prompt"]  # ids of a client's own are nobody else's
+    chat = Conversation(server, body.messages, template, tools, body.cache_salt, kept, bool(body.stream))
     more: dict[str, Any] = {"max_tokens": limit, "logprobs": body.top_logprobs or None}  # no limit: all that fits
     if body.tool_choice not in (None, "none", "auto"):
         if body.structure() is not None:
             raise ValueError("a forced tool_choice leaves no room for response_format or structured_outputs")
-        more["structured_outputs"] = conversation.forced_call(tools, body.tool_choice)
+        more["structured_outputs"] = chat.forced_call(body.tool_choice)
     if tools is not None and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # in some templates they mark the calls
     params = body.params(body.stream, **more)
-    ids = await conversation.prompt_ids() if body.input_ids is None else body.input_ids
-    answers = ChatAnswers(conversation, tools, bool(body.stream))
-    return await _answer(server, body, [ids], params, answers)
-
-
-def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
-    given = given or {}
-    if taken := sorted(given.keys() & {"tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}):
-        raise ValueError(f"chat_template_kwargs may not set {', '.join(taken)}")
-    return given
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-@router.get("/v1/models")
-async def models(server: Served):
-    """The one model that is served, with its length limit and its contract's hash."""
-    card = {
-        "id": server.model_name,
-        "object": "model",
-        "created": server.started,
-        "owned_by": "samebits",
-        "root": str(server.llm.path),
-        "parent": None,
-        "max_model_len": server.llm.max_model_len,
-        "contract": server.contract_hash,
-    }
-    return reply({"object": "list", "data": [card]})
-
-
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, server: Served):
-    """The token ids of a text, or of a conversation through the chat template."""
-    tokenization = server.engine.tokenization
-    if (body.prompt is None) == (body.messages is None):
-        raise ValueError("give either prompt or messages")
-    if body.messages is not None:
-        ids = await tokenization.chat(body.messages, add_generation_prompt=body.add_generation_prompt)
-    else:
-        ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
-    name = tokenization.need("text").convert_ids_to_tokens
-    names = await tokenization.in_thread(name, ids) if body.return_token_strs else None
-    limit = server.llm.max_model_len
-    return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
-
-
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, server: Served):
-    """The text of token ids."""
-    tokenization = server.engine.tokenization
-    return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})
+    ids = await chat.prompt_ids() if body.input_ids is None else body.input_ids
+    return await _answer(server, body, [ids], params, chat)

@@ -11,11 +11,11 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from typing import Annotated, Any, Self, TypeVar
 
 import orjson
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -46,7 +46,7 @@ _UNSUPPORTED = """
     custom_params use_beam_search repetition_detection priority echo echo_prompt suffix documents chat_template
     structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf structural_tag
     stop_regex truncate_prompt_tokens prompt_embeds input_embeds lora_path image_data audio_data video_data features
-    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob
+    content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob continuous_usage_stats
     return_hidden_states return_bytes return_entropy no_stop_trim session_params packed background
 """
 # Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
@@ -84,6 +84,15 @@ class Body(BaseModel):
             return "; it belongs in sampling_params"
         near = [n for n in known if n == OTHER_DIALECT.get(name)] or difflib.get_close_matches(name, known, 1)
         return f"; did you mean {near[0]}?" if near else ""
+
+
+class CallBody(Body):
+    """The fields of every call that generates in vLLM's dialect."""
+
+    model: str | None = None
+    stream: bool | None = False
+    cache_salt: str | None = Field(default=None, min_length=1)
+    request_id: RequestId | None = None
 
 
 class Sampling(Body):
@@ -131,13 +140,14 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's count of a call's tokens. cached_tokens: of the prompts, those whose KV was there."""
+def usage(outputs: Collection[RequestOutput], completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's count of a call's tokens. Cached ones are those of the prompts whose KV was there."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
 
 
@@ -150,9 +160,6 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
-
-
-STREAMING: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
 class FastRoute(APIRoute):
@@ -189,6 +196,12 @@ class DataRoute(FastRoute):
     abandons = True
 
 
+def data_router(tag: str) -> APIRouter:
+    """Return a router for calls that end with their client, and reply whole or as a stream."""
+    replies: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+    return APIRouter(route_class=DataRoute, tags=[tag], responses=replies)
+
+
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
@@ -221,28 +234,27 @@ def _error(status: int, message: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": status}
 
 
+Events = Callable[[int, RequestOutput], Iterable[dict]]
+Last = Callable[[], Iterable[dict]]
+
+
 async def answer(
-    engine: AsyncEngine,
-    requests: list[GenerateRequest],
-    request_id: str,
-    streamed: bool | None,
-    whole: Callable[[list[RequestOutput]], Any],
-    events: Callable[[int, RequestOutput], Iterable[dict]],
-    last: Callable[[], Iterable[dict]] = tuple,
-) -> Response:
-    """Generate, and reply in a dialect's form, whole or as server-sent events.
+    engine: AsyncEngine, requests: list[GenerateRequest], name: str, streamed: bool | None,
+    whole: Callable[[list[RequestOutput]], Any], events: Events, last: Last = tuple,
+) -> Response:  # fmt: skip
+    """Generate under a name, and reply in a dialect's form, whole or as server-sent events.
 
     whole: the reply from the finished outputs. events: what a stream says of one output of the request with this index;
     last: what it says before [DONE]. All of them are JSON as `pieces` takes it.
     """
-    generation = await engine.submit(requests, request_id)
+    generation = await engine.submit(requests, name)
     if streamed:
         return _Stream(_event_stream(generation, events, last), generation)
     content = pieces(whole(await generation.final()))
     first, more = _part(content, AT_ONCE)
     if not more:
         return Response(first, media_type="application/json")
-    return StreamingResponse(_rest(first, content), media_type="application/json")
+    return StreamingResponse(_rest(first, more, content), media_type="application/json")
 
 
 def pieces(value: Any) -> Iterator[bytes]:
@@ -277,38 +289,27 @@ def _part(content: Iterator[bytes], seconds: float) -> tuple[bytes, bool]:
     return bytes(part), False
 
 
-async def _rest(part: bytes, content: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _rest(part: bytes, more: bool, content: Iterator[bytes]) -> AsyncIterator[bytes]:
     """The part, and what follows it, which a thread makes: the event loop is free for others."""
-    more = True
     while more:
         yield part
         part, more = await asyncio.to_thread(_part, content, math.inf)
-    yield part
+    if part:
+        yield part
 
 
-async def _event_stream(
-    generation: Generation,
-    events: Callable[[int, RequestOutput], Iterable[dict]],
-    last: Callable[[], Iterable[dict]],
-) -> AsyncIterator[bytes]:
+async def _event_stream(generation: Generation, events: Events, last: Last) -> AsyncIterator[bytes]:
     try:
         async for outputs in generation.outputs():
-            data = bytearray()
-            for event in itertools.chain.from_iterable(itertools.starmap(events, outputs)):
-                content = _event(event)
-                part, more = _part(content, AT_ONCE)
-                data += part
-                if more or len(data) >= PART:
-                    async for part in _rest(bytes(data), content):
-                        yield part
-                    data.clear()
-            if data:
-                yield bytes(data)
-        yield b"".join(itertools.chain.from_iterable(map(_event, last()))) + b"data: [DONE]\n\n"
+            found = list(itertools.chain.from_iterable(itertools.starmap(events, outputs)))
+            content = itertools.chain.from_iterable(map(_event, found))
+            async for part in _rest(*_part(content, AT_ONCE), content):
+                yield part
+        end = last()
     except Exception as error:  # too late for another status
         logger.exception("stream %s failed", generation.request_id)
-        told = {"error": _error(500, f"{type(error).__name__}: {error}")}
-        yield b"".join(_event(told)) + b"data: [DONE]\n\n"
+        end = [{"error": _error(500, f"{type(error).__name__}: {error}")}]
+    yield b"".join(itertools.chain.from_iterable(map(_event, end))) + b"data: [DONE]\n\n"
 
 
 class _Stream(StreamingResponse):

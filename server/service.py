@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, HTTPException, Request
 
 from ..engine import LLM
 from ..engine.outputs import EngineStats
 from .async_engine import AsyncEngine
 from .auth import Guard
 from .kept_ids import KeptIds
-from .tools import ToolFormat
+from .options import Limits, ServerOptions
+from .tools import tool_format
 from .updates import WeightUpdates
 
 LOGPROBS_MODE = (
@@ -22,41 +23,31 @@ LOGPROBS_MODE = (
 )
 
 
-class ModelNotFoundError(LookupError):
-    """The request names another model."""
-
-
-@dataclass
 class Service:
-    """One served model. `llm` is for reading, as `Engine` allows it; all else goes through `engine` and `updates`."""
+    """One served model. `llm` is for reading, as `Engine` allows it; all else goes through `engine` and `updates`.
 
-    engine: AsyncEngine
-    updates: WeightUpdates
-    model_name: str
-    kept: KeptIds
-    guard: Guard
-    tool_format: ToolFormat | None = None
-    weight_snapshot: dict[str, str] | None = None  # checksums, by name, that /weights_checker took
-    started: int = field(default_factory=lambda: int(time.time()))
+    weight_snapshot: the checksums, by name, that /weights_checker took.
+    """
 
-    @property
-    def llm(self) -> LLM:
-        """The engine thread's LLM."""
-        return self.engine.llm
-
-    @property
-    def contract_hash(self) -> str | None:
-        """The numerics contract's hash; None without the exact ops."""
-        return self.llm.contract.hash if self.llm.contract else None
-
-    def token(self, token_id: int) -> str:
-        """The text of one token."""
-        return self.engine.tokenization.token(token_id)
+    def __init__(self, llm: LLM, model_name: str, guard: Guard, options: ServerOptions):
+        template = getattr(llm.tokenizer, "chat_template", None)
+        room = llm.config.max_num_seqs * llm.config.replicas + options.max_waiting
+        self.llm = llm
+        self.model_name = model_name
+        self.guard = guard
+        self.tool_format = tool_format(options.tool_parser, template if isinstance(template, str) else None)
+        self.engine = AsyncEngine(llm, Limits(room, options.max_logprobs, options.max_reply_logprobs))
+        self.updates = WeightUpdates(self.engine, options.transfer_timeout, options.pause_keep == "recompute")
+        self.token = self.engine.tokenization.token  # the text of one token
+        self.kept = KeptIds(options.kept_tokens)
+        self.contract_hash = llm.contract.hash if llm.contract else None
+        self.weight_snapshot: dict[str, str] | None = None
+        self.started = int(time.time())
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless the name is the served model's."""
+        """Raise a 404 unless the name is the served model's."""
         if name is not None and name not in (self.model_name, "default"):
-            raise ModelNotFoundError(f"the model {name!r} is not served here; this is {self.model_name!r}")
+            raise HTTPException(404, f"the model {name!r} is not served here; this is {self.model_name!r}")
 
     def load(self) -> EngineStats:
         """The numbers of what runs and waits, and of what it holds."""

@@ -1,4 +1,4 @@
-"""SGLang's own dialect: /generate and its information routes."""
+"""SGLang's own dialect: /generate."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
 from ..engine.expert_wire import int32_text
 from .async_engine import GenerateRequest
-from .protocol import STREAMING, Body, DataRoute, Ids, Items, RequestId, Sampling, answer, finite, reply, version_spans
+from .protocol import Body, Ids, Items, RequestId, Sampling, answer, data_router, finite, version_spans
 from .service import Served, Service
 
-router = APIRouter(route_class=DataRoute, tags=["SGLang"])
+router = data_router("SGLang")
 REPEATED = 1024  # values (token ids, log-probs) that each event of a stream may repeat
 GROWTH = 1 / 32
 
@@ -112,7 +111,7 @@ class _Writer:
         return [None if logprob is None else finite(logprob), token, text]
 
     def entries(self, tops: Iterable[dict[int, float]] | None) -> Iterator[bytes]:
-        return (orjson.dumps([self.entry(lp, t) for t, lp in top.items()] or None) for top in tops or ())
+        return (orjson.dumps([self.entry(lp, t) for t, lp in top.items()] or None) for top in [*(tops or ())])
 
     def cumulative(self, output: RequestOutput, new: Completion) -> Iterator[dict]:
         """The sample so far, if an event is due; the engine told only what is new.
@@ -121,26 +120,20 @@ class _Writer:
         stream's length is in proportion to the sample's.
         """
         self.output = self.output or output  # the first one has the prompt's log-probs
-        c = self.completions.get(new.index, new)
-        if c is not new:
-            c.token_ids.extend(new.token_ids)
-            c.logprobs.extend(new.logprobs)
-            if c.top_logprobs is not None:
-                c.top_logprobs.extend(new.top_logprobs or ())
-            c = replace(
-                new,
-                token_ids=c.token_ids,
-                logprobs=c.logprobs,
-                weight_versions=_joined([*c.weight_versions, *new.weight_versions]),
-                text=(c.text or "") + (new.text or ""),
-                top_logprobs=c.top_logprobs,
-            )
-        self.completions[new.index] = c
+        c = self.completions.get(new.index)
+        if c is not None:
+            lists = {name: getattr(c, name) for name in ("token_ids", "logprobs", "top_logprobs")}
+            for name, values in lists.items():
+                if values is not None:
+                    values.extend(getattr(new, name))
+            spans = _joined([*c.weight_versions, *new.weight_versions])
+            new = replace(new, text=(c.text or "") + (new.text or ""), weight_versions=spans, **lists)
+        self.completions[new.index] = new
         told = self.told.get(new.index, 0)
-        values = len(c.token_ids) * (1 + self.logprobs + self.top)
-        if not told or c.finish_reason or values <= REPEATED or values >= told * (1 + GROWTH):
-            self.told[new.index] = values
-            yield self.whole(self.output, c, first_or_last=not told or c.finish_reason is not None)
+        size = len(new.token_ids) * (1 + self.logprobs + self.top)
+        if not told or new.finish_reason or size <= REPEATED or size >= told * (1 + GROWTH):
+            self.told[new.index] = size
+            yield self.whole(self.output, new, first_or_last=not told or new.finish_reason is not None)
 
     def whole(self, output: RequestOutput, c: Completion, first_or_last: bool = True) -> dict:
         label_of = self.server.updates.label_of
@@ -161,13 +154,14 @@ class _Writer:
             meta["routed_experts_shape"] = c.routed_experts.shape
         if self.logprobs:
             meta |= self.of_sample(c) | self.of_prompt(output, first_or_last and c.index == 0)
-        found = {"text": c.text, "output_ids": c.token_ids, "meta_info": meta}
+        found = {"text": c.text, "output_ids": [*c.token_ids], "meta_info": meta}
         if self.body.return_prompt_token_ids:
             found["prompt_token_ids"] = output.prompt_token_ids
         return found
 
     def of_sample(self, c: Completion) -> dict:
-        own = (orjson.dumps(self.entry(lp, t)) for lp, t in zip(c.logprobs, c.token_ids, strict=True))
+        rows = [*zip(c.logprobs, c.token_ids, strict=True)]  # a copy, as these lists of a stream grow on
+        own = (orjson.dumps(self.entry(lp, t)) for lp, t in rows)
         found = {"output_token_logprobs": own, "output_token_logprobs_length": len(c.token_ids)}
         return found | ({"output_top_logprobs": self.entries(c.top_logprobs)} if self.top else {})
 
@@ -183,8 +177,7 @@ class _Writer:
 
 def _finish_reason(c: Completion) -> dict | None:
     if c.finish_reason == "stop":
-        matched = c.stop_reason if c.stop_reason is not None else c.token_ids[-1]  # EOS
-        return {"type": "stop", "matched": matched}
+        return {"type": "stop", "matched": c.token_ids[-1] if c.stop_reason is None else c.stop_reason}  # EOS
     if c.finish_reason == "length":
         return {"type": "length", "length": len(c.token_ids)}
     if c.finish_reason == "abort":
@@ -202,7 +195,7 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
     return joined
 
 
-@router.post("/generate", responses=STREAMING)
+@router.post("/generate")
 async def generate(body: GenerateBody, server: Served):
     """Generate from text or token ids, one prompt or a batch."""
     server.check_model(body.model)
@@ -242,43 +235,3 @@ async def generate(body: GenerateBody, server: Served):
             yield from (event | place for event in writer.cumulative(output, new))
 
     return await answer(server.engine, requests, rid, body.stream, whole, events)
-
-
-@router.get("/health_generate")
-async def health_generate(server: Served):
-    """Answers when the engine's thread does, and could generate."""
-    await server.engine.call(lambda llm: None)
-    ready = server.llm.ready
-    return reply({"status": "ok" if ready else "the engine sleeps or has no weights"}, 200 if ready else 503)
-
-
-@router.get("/get_model_info")
-@router.get("/model_info")
-async def model_info(server: Served):
-    """The model's path, its type, weight version and contract."""
-    path = str(server.llm.path)
-    return reply({
-        "model_path": path,
-        "tokenizer_path": path,
-        "is_generation": True,
-        "weight_version": server.updates.label,
-        "model_type": server.llm.model_config.model_type,
-        "contract": server.contract_hash,
-    })  # fmt: skip
-
-
-@router.get("/v1/loads")
-@router.get("/get_load")
-async def loads(server: Served):
-    """The load now; `include` is taken as "all"."""
-    load = server.load()
-    blocks = max(load.kv_blocks_total, 1)  # there are none while no replica serves
-    core = {
-        "dp_rank": 0,
-        "num_running_reqs": load.num_running,
-        "num_waiting_reqs": load.num_waiting,
-        "num_total_reqs": load.num_running + load.num_waiting,
-        "token_usage": load.kv_blocks_used / blocks,
-        "kv_cache_bytes_used": load.kv_blocks_used * (load.kv_cache_bytes // blocks),
-    }
-    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -27,10 +27,9 @@ class Tokenization:
         self._executor = ThreadPoolExecutor(WORKERS, "tokenizer")  # they leave the interpreter to others meanwhile
         self.token = functools.lru_cache(maxsize=2**16)(self._token)
 
-    async def in_thread(self, function: Callable[..., T], *args, **kwargs) -> T:
+    def in_thread(self, function: Callable[..., T], *args, **kwargs) -> Awaitable[T]:
         """Call a function in a tokenizer's thread and return its result. Cancelled, it is dropped unless it runs."""
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -62,11 +61,8 @@ class Tokenization:
                 raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")
         return self.need("text").decode(token_ids)
 
-    async def chat(self, messages: list[dict], **template) -> list[int]:
-        """The token ids that the chat template makes of a conversation."""
-        return await self.in_thread(self._chat, [plain(m) for m in messages], **template)
-
-    def _chat(self, messages: list[dict], **template) -> list[int]:
+    def chat(self, messages: list[dict], **template) -> list[int]:
+        """The token ids that the chat template makes of a conversation, whose messages are `plain`."""
         return self.encode(self._rendered(messages, **template), add_special_tokens=False)
 
     def _rendered(self, messages: list[dict], **template) -> str:
@@ -75,14 +71,11 @@ class Tokenization:
         except Exception as error:  # the template is a program of the model's (or the client's)
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    async def chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
+    def chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
         """The token ids of a conversation that begins with those of a kept turn.
 
         None if the template writes the kept messages otherwise in the longer conversation, or ends them by no EOS.
         """
-        return await self.in_thread(self._chat_from, [plain(m) for m in messages], turn, **template)
-
-    def _chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
         whole = self._rendered(messages, **template)
         known = self._rendered(messages[: turn.messages], **template | {"add_generation_prompt": False})
         end = len(known.rstrip())

@@ -1,23 +1,23 @@
-"""Token in, token out: vLLM's `/inference/v1/generate`."""
+"""Token ids: vLLM's `/inference/v1/generate`, and texts made of them and to them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
-from .openai import GenerationBody, prompt_logprobs
-from .protocol import STREAMING, DataRoute, Ids, Sampling, answer, finite, usage, version_spans
+from .openai import prompt_logprobs
+from .protocol import Body, CallBody, Ids, Items, Sampling, answer, data_router, finite, reply, usage, version_spans
 from .service import Served
+from .tokenization import plain
 
-router = APIRouter(route_class=DataRoute, tags=["OpenAI and vLLM"])
+router = data_router("OpenAI and vLLM")
 
 
 class TokensSampling(Sampling):
@@ -29,7 +29,7 @@ class TokensSampling(Sampling):
     detokenize: bool | None = None
 
 
-class TokensRequest(GenerationBody):
+class TokensRequest(CallBody):
     """The body of `/inference/v1/generate`: token ids in, token ids out."""
 
     token_ids: Ids
@@ -38,7 +38,24 @@ class TokensRequest(GenerationBody):
     return_token_ids: bool | None = None
 
 
-@router.post("/inference/v1/generate", responses=STREAMING)
+class TokenizeRequest(Body):
+    """The body of `/tokenize`: a prompt or a conversation."""
+
+    prompt: str | None = None
+    messages: Items[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
+    tokens: Ids
+    model: str | None = None
+
+
+@router.post("/inference/v1/generate")
 async def inference_generate(body: TokensRequest, server: Served):
     """Token ids in, token ids out."""
     server.check_model(body.model)
@@ -73,8 +90,7 @@ async def inference_generate(body: TokensRequest, server: Served):
     def whole(outputs: list[RequestOutput]) -> dict:
         (output,) = outputs
         count = sum(len(c.token_ids) for c in output.completions)
-        tokens = usage(len(output.prompt_token_ids), count, output.num_cached_tokens)
-        return envelope(output) | {"usage": tokens}
+        return envelope(output) | {"usage": usage(outputs, count)}
 
     def events(index: int, output: RequestOutput) -> Iterable[dict]:
         nonlocal begun
@@ -95,3 +111,25 @@ def _token_entry(token: int, logprob: float, rank: int) -> dict:
     """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
     name = f"token_id:{token}"
     return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, server: Served):
+    """The token ids of a text, or of a conversation through the chat template."""
+    tokenization = server.engine.tokenization
+    if (body.prompt is None) == (body.messages is None):
+        raise ValueError("give either prompt or messages")
+    if body.messages is not None:
+        messages = [plain(message) for message in body.messages]
+        template = {"add_generation_prompt": body.add_generation_prompt}
+        ids = await tokenization.in_thread(tokenization.chat, messages, **template)
+    else:
+        ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
+    return reply({"count": len(ids), "max_model_len": server.llm.max_model_len, "tokens": ids})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, server: Served):
+    """The text of token ids."""
+    tokenization = server.engine.tokenization
+    return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

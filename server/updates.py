@@ -39,9 +39,7 @@ class VersionLabels:
 
     def name(self, version: int, label: str) -> None:
         """Name a version."""
-        self._names.pop(version, None)
-        if label != str(version):
-            self._names[version] = label
+        self._names[version] = label
         if len(self._names) > MAX_LABELS:
             del self._names[min(self._names)]
 

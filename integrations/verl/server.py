@@ -23,7 +23,7 @@ from ...engine.weights import TensorSpec, WeightUpdateError
 from ...engine.weights.spec import from_bytes
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
-from ...server.limits import Limits
+from ...server.options import Limits
 from .limits import NAME
 
 logger = logging.getLogger(__name__)

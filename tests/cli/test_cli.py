@@ -296,14 +296,18 @@ def test_it_tells_its_version():
     assert (done.returncode, done.stdout) == (0, f"samebits {__version__}\n")
 
 
-def test_chat_without_a_template_says_so_before_it_asks(checkpoint, tmp_path):
+def test_chat_without_a_template_says_so_before_its_weights_load(checkpoint, tmp_path):
     model = shutil.copytree(checkpoint(), tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
     for wanted in ("chat messages need a tokenizer", "has no chat template"):
         done = samebits("chat", model, input="hello\n")
         assert done.returncode == 2 and wanted in done.stderr.replace("\n", " "), done.stderr
         assert "you>" not in done.stdout
         add_tokenizer(model)
         (model / "chat_template.jinja").unlink(missing_ok=True)
+    add_tokenizer(model)
+    done = samebits("chat", model, input="hello\n")
+    assert done.returncode == 2 and "template" not in done.stderr, "it never comes to load its weights"
 
 
 @pytest.mark.parametrize(("module", "extra"), [("fastapi", "server"), ("uvicorn", "server"), ("torch", None)])

@@ -99,7 +99,7 @@ class Serving:
 
     def kill_engine_thread(self) -> None:
         """The nearest to a kill that a thread knows: SystemExit, wherever it is."""
-        ident = ctypes.c_ulong(self.engine._thread.ident)
+        ident = ctypes.c_ulong(self.engine.thread.ident)
         assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 
     def idle(self) -> None:

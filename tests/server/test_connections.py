@@ -1,6 +1,5 @@
 """Raw connections: what is too long, too slow or no HTTP ends alone, and the others are served."""
 
-import asyncio
 import json
 import logging
 import socket
@@ -163,6 +162,23 @@ def test_many_connections_that_end_half_way_leave_nothing(server, monkeypatch):
     wait_for(lambda: process.num_fds() <= before + 2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_half_of_a_connection_is_gone_and_leaves_nothing(server, stream):
+    """As `nc -N` does after its request: nobody can tell it from a client that closed both halves."""
+    process = psutil.Process()
+    server.get("/health")
+    before, aborted = process.num_fds(), server.engine.finished["abort"]
+    for _ in range(20):
+        with connected(server, post(BODY | {"max_tokens": 500, "stream": stream})) as connection:
+            wait_for(lambda: server.llm.stats().num_running)
+            connection.shutdown(socket.SHUT_WR)
+            assert b'"finish_reason":"length"' not in received(connection)
+        server.idle()
+    assert server.engine.finished["abort"] == aborted + 20
+    wait_for(lambda: process.num_fds() <= before)
+    assert not [c for c in server.server.server_state.connections if c.cycle and not c.cycle.response_complete]
+
+
 # --- small things that clients ask ------------------------------------------------------------------------------------
 
 
@@ -195,12 +211,12 @@ def test_an_address_that_cannot_be_had_says_what_to_do():
 
 
 def test_a_started_server_says_what_it_serves_and_warns_where_anybody_may_use_it(server, caplog, monkeypatch):
-    monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
+    monkeypatch.setattr(serve.Server, "run", lambda self, listeners: None)
     caplog.set_level(logging.INFO)
     for host, key, warned in [("127.0.0.1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", "k", False)]:
         caplog.clear()
         with serve.take_address(host, 0) as listener:
-            serve.serve(server.llm, "tiny", listener, Guard(key))
+            serve.serve(server.llm, "tiny", [listener], Guard(key), 30.0)
         assert ("set an API key" in caplog.text) == warned
         assert f"API key {'set' if key else 'none'}, admin key none" in caplog.text
         for part in ("tiny in float32", "KV cache 0.0 GiB", "replicas 1, stages 1", server.llm.contract.hash):

@@ -3,7 +3,9 @@
 import gc
 import itertools
 import json
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from samebits import LLM, SamplingParams
 from samebits.server import protocol, tokenization
 from samebits.server.serve import SWITCH_INTERVAL
 
@@ -191,6 +194,67 @@ def test_every_reply_tells_the_seed_that_repeats_it(server):
         assert route({})[0] != seed
     text = server.post("/v1/completions", {"prompt": PROMPT, "seed": 4, "stream": True, "max_tokens": 3}).text
     assert text.count('"seed":4') == 1
+
+
+SEEDS = [2**53, 2**53 + 1, 2**64 - 1, -(2**63)]
+
+
+def test_seeds_that_no_double_holds_are_told_and_used_exactly(server):
+    """The two neighbours of 2**53 are one double: a reader that rounds gives both the same tokens."""
+    params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in SEEDS]
+    llm = LLM(server.llm.path, kv_cache_memory_bytes=2**22)
+    expected = [o.completions[0].token_ids for o in llm.generate([PROMPT] * len(SEEDS), params, use_tqdm=False)]
+    assert expected[0] != expected[1]
+    common = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    for seed, ids in zip(SEEDS, expected, strict=True):
+        sglang = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": seed}
+        sampling = {"max_tokens": 12, "ignore_eos": True, "seed": seed}
+        for route, body, told in (
+            ("/v1/completions", common | {"prompt": PROMPT, "seed": seed}, "seed"),
+            ("/v1/chat/completions", common | {"messages": [], "input_ids": PROMPT, "seed": seed}, "seed"),
+            ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling}, "seed"),
+            ("/generate", {"input_ids": PROMPT, "sampling_params": sglang}, "sampling_seed"),
+        ):
+            text = server.post(route, body).text
+            assert f'"{told}":{seed % 2**64}' in text, (route, text)
+            assert f'ids":{json.dumps(ids, separators=(",", ":"))}' in text, (route, text)
+            assert f'"{told}":{seed % 2**64}' in server.post(route, body | {"stream": True}).text
+    for seed in (2**64, 1.0, 2.0**53):
+        assert server.post("/v1/completions", {"prompt": PROMPT, "seed": seed}).status_code == 400
+
+
+DOM = """
+const elements = {}, element = id => elements[id] ??= {style: {}, value: "1", replaceChildren() {}, append() {},
+  setAttribute() {}, addEventListener(kind, act) { this[kind] = act; }};
+globalThis.document = {getElementById: element, createElement: element, createTextNode: text => text};
+globalThis.setInterval = () => 0;
+globalThis.fetch = async (path, options) => {
+  if (options.method === "POST") console.log(options.body);
+  return {ok: false, status: 500, json: async () => ({message: "enough"})};
+};
+eval(require("fs").readFileSync(0, "utf8").split("<script>")[1].split("</script>")[0]);
+element("prompt").value = "ab";
+element("seed").value = process.argv[2];
+element("form").submit({preventDefault() {}}).then(() => console.log(JSON.stringify(element("error").textContent)));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_sends_a_seed_as_it_was_typed(server, tmp_path):
+    (tmp_path / "dom.js").write_text(DOM)
+    page = server.http.get("/").text
+
+    def sent(seed: str) -> list:
+        command = ["node", str(tmp_path / "dom.js"), seed]
+        done = subprocess.run(command, input=page, capture_output=True, text=True, check=True, timeout=60)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    for seed in SEEDS:
+        body, error = sent(str(seed))
+        assert (body["seed"], body["prompt"], error) == (seed, "ab", "enough")
+    assert "seed" not in sent("")[0]
+    (error,) = sent("1.5")
+    assert "1.5" in error
 
 
 def test_alternatives_of_the_same_text_never_hide_the_sampled_tokens_log_prob(server):

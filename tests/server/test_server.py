@@ -270,7 +270,7 @@ def test_unseeded_samples_differ_and_seeded_ones_repeat(server):
 
 
 def test_tokenize_and_detokenize_are_the_tokenizers(server):
-    reply = server.ok("/tokenize", {"prompt": "h\u00e9llo", "return_token_strs": True})
+    reply = server.ok("/tokenize", {"prompt": "h\u00e9llo"})
     assert reply["tokens"] == server.llm.tokenizer.encode("h\u00e9llo")
     assert (reply["count"], reply["max_model_len"]) == (6, 512)
     assert server.ok("/detokenize", {"tokens": reply["tokens"]}) == {"prompt": "h\u00e9llo"}

@@ -317,10 +317,10 @@ def test_the_page_shows_the_load_and_the_log_probs_of_a_prompt(servers):
         assert page.text_content("#hash") == server.llm.contract.hash
         page.fill("#prompt", "ab")
         page.fill("#max_tokens", "7")
-        page.fill("#seed", "5")
+        page.fill("#seed", str(2**53 + 1))
         page.click("button")
         page.wait_for_function("document.querySelectorAll('#output span').length === 7")
-        body = {"prompt": "ab", "max_tokens": 7, "seed": 5, "logprobs": 0}
+        body = {"prompt": "ab", "max_tokens": 7, "seed": 2**53 + 1, "logprobs": 0}
         logprobs = server.ok("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
         spans = page.query_selector_all("#output span")
         assert [s.get_attribute("title").split()[1] for s in spans] == [f"{lp:.6f}," for lp in logprobs]
