@@ -77,6 +77,7 @@ def test_the_simulation_says_what_is_missing():
     assert done.returncode == 2 and "scale.py --profile" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_layout_is_measured_and_the_figures_are_written(checkpoint, monkeypatch, tmp_path):
     arguments = ["--model", str(checkpoint("llama")), "--dtypes", "float32", "--starts", "1", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["scale.py", *arguments, "--only", "1 stage", "--out", str(tmp_path / "out.json")])

@@ -448,10 +448,11 @@ ENCODED = {
 def test_a_text_that_takes_long_holds_nobody_up_and_what_nobody_waits_for_is_dropped(server, monkeypatch, route):
     tokenizer, queued, executor = Tokenizer(server, monkeypatch), [], server.engine.tokenization._executor
     submit = executor.submit
-    monkeypatch.setattr(executor, "submit", lambda *call: queued.append(submit(*call)) or queued[-1])
+    monkeypatch.setattr(executor, "submit", lambda *call, **how: queued.append(submit(*call, **how)) or queued[-1])
     with in_background(server.ok, "/tokenize", {"prompt": "slow text"}):
         wait_for(lambda: len(tokenizer.texts) == 1)
-        assert httpx.post(server.url + route, json=ENCODED[route]("quick"), timeout=10).status_code == 200
+        reply = httpx.post(server.url + route, json=ENCODED[route]("quick"), timeout=10)
+        assert reply.status_code == 200, reply.text
         busy = [raw_post(server, "/tokenize", {"prompt": f"slow {i}"}) for i in range(tokenization.WORKERS - 1)]
         wait_for(lambda: len(tokenizer.texts) == 2 + len(busy))
         count = len(queued)
