@@ -148,7 +148,7 @@ def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerO
         alternatives |= {start + row: pair for row, pair in best.items()}
     if not columns:
         columns = [(hidden.new_empty(0, dtype=torch.int64), hidden.new_empty(0, dtype=torch.float64), None, None)]
-    return SamplerOutput(*map(_join, zip(*columns, strict=True)), alternatives)  # type: ignore[arg-type]
+    return SamplerOutput(*map(_join, zip(*columns, strict=True)), alternatives)  # type: ignore[arg-type,call-arg]
 
 
 def _rows(hidden: Tensor, tokens: np.ndarray) -> Tensor:

@@ -79,6 +79,7 @@ class ExactTrainer:
     """
 
     model: Any
+    accelerator: Any
     num_generations: int
     num_generations_eval: int
     vllm_generation: ExactGeneration

@@ -45,7 +45,8 @@ def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
     """Return activation(gate(x)) * up(x): of `products`, or in one launch where they have no adapters either."""
     linears = _packed((gate, up))
     if linears is None or any(m.low_rank is not None for m in linears):
-        return ops.gated_activation(*products(x, gate, up), activation)
+        of_gate, of_up = products(x, gate, up)
+        return ops.gated_activation(of_gate, of_up, activation)
     return ops.gated_linears(x, [m.packed for m in linears], [m.bias for m in linears], activation)  # type: ignore[misc]
 
 

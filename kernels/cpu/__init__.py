@@ -68,7 +68,8 @@ def gated_packed(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return `gated_activation` of `linear_packed` of a gate and its up, [rows, features] in `dtype`."""
-    return gated_activation(*linear_packed(x, [gate, up], dtype), name)
+    products = linear_packed(x, [gate, up], dtype)
+    return gated_activation(products[0], products[1], name)
 
 
 def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:

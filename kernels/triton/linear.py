@@ -255,13 +255,14 @@ def _launch(x: torch.Tensor, parts: list[_Product], tile: Tile, activation: str 
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     outs, spans = [part.out for part in own], [part.span for part in own]
     has_bias = any(b is not None for b in biases)
+    bias_or_any = weights
     if has_bias:
-        biases = [w.new_zeros(len(w)) if b is None else b for b, w in zip(biases, weights, strict=True)]
+        bias_or_any = [w.new_zeros(len(w)) if b is None else b for b, w in zip(biases, weights, strict=True)]
     partials = scratch(x.device, torch.float32, max(counts) * rows * times * sum(sizes) if split else 1)
     arrivals = scratch(x.device, torch.int32, grid)
     launch(
         _linear, (grid,),
-        x, *_three(weights, weights[0]), *_three(biases if has_bias else weights, weights[0]), *_three(outs, outs[0]),
+        x, *_three(weights, weights[0]), *_three(bias_or_any, weights[0]), *_three(outs, outs[0]),
         partials, arrivals,
         rows, depth, x.stride(0), *_three(sizes, 0), *_three(counts, 1), *_three(spans, depth),
         HAS_BIAS=has_bias, SPLIT=split, CHUNKED=several and not split,
@@ -322,7 +323,8 @@ def gated_products(
     tile = tile or linear_tile(x.device, x.dtype, x.shape[0], 2 * features)
     splits = tile.split and chunks(depth, features) > 1
     if tile.tma or (splits and tile.block_m * tile.block_n > 64 * 64):
-        return gated_activation(*products(x, weights, biases, out_dtype, tile), activation)
+        of_gate, of_up = products(x, weights, biases, out_dtype, tile)
+        return gated_activation(of_gate, of_up, activation)
     x = x if x.stride(-1) == 1 else x.contiguous()
     gate = _Product.of(x, weights[0].contiguous(), biases[0], out_dtype)
     up = gate._replace(weight=weights[1].contiguous(), bias=biases[1])

@@ -303,7 +303,7 @@ def sample(
     uploaded = to_device(np.concatenate((host, words)), device)
     numbers = uploaded[: host.size].view(torch.int64).view(rows, -1)
     shared = logits, numbers, uploaded[host.size :] if words.size else uploaded
-    given = numbers[:, -1] if on_host else targets
+    given = numbers[:, -1] if isinstance(targets, np.ndarray) else targets
     peaks, thresholds = logits.new_empty(rows, parts), logits.new_empty(rows)
     shape = {"PARTS": triton.next_power_of_2(parts), "PART": _PART}
     launch(_peaks, (rows, parts), *shared, peaks, thresholds, vocab, parts, PART=_PART, num_warps=8)
@@ -312,6 +312,9 @@ def sample(
         now = *shared, peaks, thresholds, candidates
         launch(_thresholds, (rows,), *now, vocab, parts, ROOM=_PART, **shape, num_warps=16)
     sums, results = (logits.new_empty(size, dtype=torch.float64) for size in ((rows, 3, parts), (5, rows)))
-    now = *shared, peaks, thresholds, given, given.stride(0), sums, scratch(device, torch.int32, rows), results
-    launch(_scores, (rows, parts), *now, vocab, parts, **shape, num_warps=8)
+    arrivals = scratch(device, torch.int32, rows)
+    launch(
+        _scores, (rows, parts), *shared, peaks, thresholds, given, given.stride(0), sums, arrivals, results,
+        vocab, parts, **shape, num_warps=8,
+    )  # fmt: skip
     return Sampled(results[0].view(torch.int64), Scores(*results[1:].unbind()), thresholds)
