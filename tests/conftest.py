@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -59,10 +60,23 @@ def ray_cluster():
     ray.shutdown()
 
 
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def one_thread():
     """For tiny models, where a second thread only waits for the first. test_schedules proves that it changes no bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
+
+
+@pytest.fixture
+def two_threads():
+    """Where work is to be shared out."""
+    with threads(2):
+        yield

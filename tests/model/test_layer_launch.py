@@ -32,15 +32,6 @@ def launches(monkeypatch):
     return rows
 
 
-@pytest.fixture
-def two_threads():
-    """So that many rows are shared out."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
