@@ -12,8 +12,8 @@ import ray
 from torch import Tensor
 
 from ..engine.config import EngineConfig
-from ..engine.weights import TensorSpec, WorkerError, Workers
-from ..engine.weights.spec import buckets, from_bytes, to_bytes
+from ..engine.weights import WorkerError, Workers
+from ..engine.weights.spec import buckets, from_bytes, packed
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from .ray_cluster import Placement, check_connected
@@ -124,10 +124,8 @@ class RemoteWorkers(Workers):
     def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors in every worker; the next buckets are read while workers load the last."""
         under_way: deque[list[Call]] = deque()
-        for bucket in buckets(tensors, lambda pair: pair[1].nbytes, BUCKET_BYTES):
-            specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
-            data = ray.put([to_bytes(tensor) for _, tensor in bucket])
-            under_way.append(self._start("load_bucket", update_id, data, specs))
+        for data, specs in packed(tensors, BUCKET_BYTES):
+            under_way.append(self._start("load_bucket", update_id, ray.put(data), specs))
             if len(under_way) == BUCKETS_UNDER_WAY:
                 gather(under_way.popleft(), self.load_timeout)
         for calls in under_way:

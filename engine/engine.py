@@ -12,7 +12,7 @@ from .config import EngineConfig
 from .outputs import EngineStats
 from .request import Request
 from .weights import WeightTable, WeightUpdate, Workers
-from .weights.spec import gathering
+from .weights.spec import full_tensors, gathering
 from .weights.table import Source
 
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -163,7 +163,7 @@ class WorkerEngine(Engine):
             update = self.begin_weight_update()
         except BaseException:
             if isinstance(source, nn.Module):  # other ranks gather, and none may wait for this one
-                with gathering(self.table.state_of(source)):
+                with gathering(full_tensors(self.table.state_of(source))):
                     pass
             raise
         with update:

@@ -15,7 +15,7 @@ from ..engine import Completion, Engine, EngineConfig, EngineStats, RequestOutpu
 from ..engine.engine import MEMORY_TAGS
 from ..engine.request import Request, Sample, SampledToken
 from ..engine.weights import check_contract, specs_of
-from ..engine.weights.spec import gathering
+from ..engine.weights.spec import full_tensors, gathering
 from ..engine.weights.table import Source
 from ..model.adapter import updated_state
 from ..model.checkpoint import resolve
@@ -102,7 +102,7 @@ class RemoteEngine(Engine):
         return found
 
     def _send(self, state: dict, version: int | None, first: bool) -> int:
-        with gathering(state) as tensors:  # on all ranks
+        with gathering(full_tensors(state)) as tensors:  # on all ranks
             return int(self.client.send_weights(specs_of(state), tensors, version)) if first else 0
 
     def weight_checksums(self) -> dict[str, str]:

@@ -13,8 +13,8 @@ import logging
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +26,13 @@ import trl
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from trl import GRPOTrainer, RLOOTrainer
 
 from ..engine import LLM, Engine, SamplingParams
-from ..kernels.contract import NumericsError
 from ..model.adapter import adapter_state, is_adapted, load_adapter_config
 from ..model.checkpoint import resolve
 from ..model.exact import contract_of, exact_model, load_config
-from ..trainer import token_logprobs
 from ..trainer.fsdp import together
-from ..trainer.logprobs import exact_head
+from ..trainer.logprobs import check_same_bits, exact_head, token_logprobs
 from .client import Client
 from .remote_engine import RemoteEngine
 
@@ -78,10 +75,7 @@ class ExactTrainer:
     differ.
     """
 
-    model: Any
     accelerator: Any
-    num_generations: int
-    num_generations_eval: int
     vllm_generation: ExactGeneration
 
     def __init__(
@@ -108,26 +102,23 @@ class ExactTrainer:
             self._compare(sampled, found["old_per_token_logps"], mask.bool())
         return found
 
-    def _compare(self, sampled: Tensor, scored: Tensor, mask: Tensor) -> None:
+    def _compare(self: Any, sampled: Tensor, scored: Tensor, mask: Tensor) -> None:
         """Raise NumericsError, on all ranks, unless log-probs fp32 [B, T] are equal as bits where `mask` is set."""
+
+        def name(row: int, token: int) -> str:
+            size = self.num_generations if self.model.training else self.num_generations_eval
+            group, sample = divmod(self.vllm_generation.first_row + row, size)
+            return f"token {token} of sample {sample} of group {group}"
+
         with together() if dist.is_initialized() else nullcontext():
-            differ = (sampled != scored) & mask
-            if differ.any():
-                row, token = differ.nonzero()[0].tolist()
-                size = self.num_generations if self.model.training else self.num_generations_eval
-                group, sample = divmod(self.vllm_generation.first_row + row, size)
-                raise NumericsError(
-                    f"{int(differ.sum())} of {int(mask.sum())} tokens have another log-prob in the trainer than in "
-                    f"the rollout. The first is token {token} of sample {sample} of group {group}: "
-                    f"{sampled[row, token]:.9g} in the rollout, {scored[row, token]:.9g} in the trainer"
-                )
+            check_same_bits(sampled, scored, mask, name)
 
 
-class ExactGRPOTrainer(ExactTrainer, GRPOTrainer):
+class ExactGRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     """TRL's GRPOTrainer on exact rollouts; see `ExactTrainer`."""
 
 
-class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
+class ExactRLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     """TRL's RLOOTrainer on exact rollouts; see `ExactTrainer`.
 
     TRL drops the rollouts' log-probs here. They are compared all the same, and their ratio is logged as GRPO's is.
@@ -151,8 +142,7 @@ class ExactRLOOTrainer(ExactTrainer, RLOOTrainer):
     def _log_ratio(self, ratio: Tensor) -> None:
         ratio = ratio if len(ratio) else ratio.new_ones(1)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        parts: dict[str, Callable[[Tensor], Tensor]] = {"min": torch.min, "mean": torch.mean, "max": torch.max}
-        for name, over in parts.items():
+        for name, over in (("min", torch.min), ("mean", torch.mean), ("max", torch.max)):
             value = over(self.accelerator.gather(over(ratio))).item()
             metrics[f"sampling/importance_sampling_ratio/{name}"].append(value)
 
@@ -202,9 +192,8 @@ def _sampling_params(config: Any) -> SamplingParams:
     return SamplingParams(**given | more)
 
 
-@contextmanager
-def _exact_parts(trainer: ExactTrainer, config: Any, engine: Source) -> Iterator[None]:
-    """Give TRL's trainer module our parts while the block runs. ImportError where it has not the names for them."""
+def _exact_parts(trainer: Any, config: Any, engine: Source) -> Any:
+    """Return what gives TRL's trainer module our parts in a `with` block. ImportError where it has not their names."""
     params = _sampling_params(config)
 
     def create(name: str, dtype: Any = None, **_: Any) -> PreTrainedModel:
@@ -226,8 +215,7 @@ def _exact_parts(trainer: ExactTrainer, config: Any, engine: Source) -> Iterator
             f"no trainer under {type(trainer).__name__} has the hooks {', '.join(parts)}; those of TRL {OLDEST} to "
             f"{TESTED} have, this is TRL {trl.__version__}"
         )
-    with patch.multiple(module, **parts):
-        yield
+    return patch.multiple(module, **parts)
 
 
 def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: SamplingParams) -> LLM:
@@ -265,7 +253,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         engine = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
     llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)
     if llm.contract is not None:
-        llm.contract.check(replace(contract_of(model), dtype=str(dtype).removeprefix("torch.")))
+        llm.contract.check(contract_of(model, dtype))
     return llm
 
 
@@ -314,8 +302,7 @@ class ExactGeneration:
         self.first_row = 0  # of this rank in a batch, among all ranks' rows
         self.logprobs: list[list[float]] | None = None  # of the last rollout
         self._calls: Counter[tuple] = Counter()  # by mode and step
-        limits = SimpleNamespace(max_model_len=llm.max_model_len)
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=limits))
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=llm))  # TRL asks for its max_model_len
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights. Under FSDP2 all ranks gather them."""
@@ -329,19 +316,6 @@ class ExactGeneration:
         """
         if images is not None:
             raise NotImplementedError("an exact model takes text alone, no images")
-        requests, params = self._requests(prompts)
-        with profiler or nullcontext():
-            outputs = self.engine.generate(requests, params, use_tqdm=False)
-        samples = [completion for output in outputs for completion in output.completions]
-        if failed := [s for s in samples if s.finish_reason not in ("stop", "length")]:
-            raise RuntimeError(
-                f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
-            )
-        self.logprobs = [s.logprobs for s in samples]
-        logprobs = [[[value] for value in s.logprobs] for s in samples]
-        return prompts, [s.token_ids for s in samples], logprobs, None
-
-    def _requests(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[SamplingParams]]:
         trainer = self.trainer
         place = ("train" if trainer.model.training else "eval", trainer.state.global_step)
         requests, params = [], []
@@ -353,7 +327,16 @@ class ExactGeneration:
             params.append(replace(self.params, n=count, seed=seed))
             row += count
         self._calls[place] += 1
-        return requests, params
+        with profiler or nullcontext():
+            outputs = self.engine.generate(requests, params, use_tqdm=False)
+        samples = [completion for output in outputs for completion in output.completions]
+        if failed := [s for s in samples if s.finish_reason not in ("stop", "length")]:
+            raise RuntimeError(
+                f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
+            )
+        self.logprobs = [s.logprobs for s in samples]
+        logprobs = [[[value] for value in s.logprobs] for s in samples]
+        return prompts, [s.token_ids for s in samples], logprobs, None
 
 
 class WeightTransfer:

@@ -264,11 +264,14 @@ def is_exact(model: nn.Module) -> bool:
     return any(isinstance(module, ExactLinear) and module.exact for module in model.modules())
 
 
-def contract_of(model: PreTrainedModel) -> Contract:
-    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one."""
+def contract_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Contract:
+    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one.
+
+    dtype: that it computes in, where FSDP2 casts the parameters (`param_dtype`).
+    """
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     parameter = next(model.parameters())
-    contract = Contract.of(parameter.dtype, parameter.device)
+    contract = Contract.of(dtype or parameter.dtype, parameter.device)
     if is_adapted(model):
         contract = replace(contract, adapter=describe(placements(model)))
     return contract if linear.exact else replace(contract, linear="torch")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
-from .options import Limits
+from .options import UNLIMITED, Limits
 from .states import ConflictError, ServerState, UnavailableError
 from .tokenization import Tokenization
 
@@ -91,10 +91,10 @@ class Generation:
 class AsyncEngine:
     """Admits, pauses and reports; `llm` belongs to its thread once `start` was called.
 
-    limits: of each call, and of what may run and wait; more of that is `UnavailableError`.
+    limits: of each call, and of what may run and wait, if there are any; more of that is `UnavailableError`.
     """
 
-    def __init__(self, llm: LLM, limits: Limits):
+    def __init__(self, llm: LLM, limits: Limits = UNLIMITED):
         self.llm = llm
         self.state = ServerState(llm)
         self.tokenization = Tokenization(llm)

@@ -79,6 +79,9 @@ class Limits:
         _check(sum(map(reply_values, requests)), self.values, what, "--max-reply-logprobs")
 
 
+UNLIMITED = Limits(1 << 40, MAX_LOGPROBS, 1 << 40)
+
+
 def _check(asked: int, limit: int, what: str, option: str) -> None:
     if asked > limit:
         raise ValueError(

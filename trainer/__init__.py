@@ -2,11 +2,12 @@
 
 from ..model import exact_model
 from .fsdp import shard
-from .logprobs import selective_log_softmax, token_logprobs
+from .logprobs import check_same_bits, selective_log_softmax, token_logprobs
 from .rescore import rescore
 from .weight_sync import save_weights
 
 __all__ = [
+    "check_same_bits",
     "exact_model",
     "rescore",
     "save_weights",

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import Constraint
 from ..kernels import ops
+from ..kernels.contract import NumericsError
 from ..model.exact import LMHead, LogprobRequest, eos_token_ids
 from ..model.packing import kept_tokens
 from ..model.paged import group_size
@@ -174,6 +175,23 @@ class PackedBatch:
         call = forward or model
         found = call(**self.inputs(), logprobs=LogprobRequest(self.index, targets, rows, chunk, router_loss))
         return found if router_loss else (found, None)
+
+
+def check_same_bits(rollout: Tensor, trainer: Tensor, mask: Tensor, name: Callable[..., str]) -> int:
+    """Raise NumericsError unless two sides' log-probs, fp32 of one shape, are equal as bits where `mask` is set.
+
+    name: called with the place of the first that differs, an int per dimension, it says in words which token that is.
+    Returns the number of tokens in the mask.
+    """
+    differ = (rollout.contiguous().view(torch.int32) != trainer.contiguous().view(torch.int32)) & mask.bool()
+    if differ.any():
+        place = tuple(differ.nonzero()[0].tolist())
+        raise NumericsError(
+            f"{int(differ.sum())} of {int(mask.sum())} tokens have another log-prob in the trainer than in the "
+            f"rollout. The first is {name(*place)}: {rollout[place]:.9g} in the rollout, {trainer[place]:.9g} in the "
+            "trainer. Was it another engine's?"
+        )
+    return int(mask.sum())
 
 
 def exact_head(model: PreTrainedModel) -> LMHead:

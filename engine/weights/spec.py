@@ -65,9 +65,9 @@ def full_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def gathering(state: Mapping[str, Tensor]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Give `full_tensors` to the block, then gather and drop what it left, so that no rank waits for a failed one."""
-    tensors = full_tensors(state)
+def gathering(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Give tensors that are gathered one by one, as `full_tensors`, to the block, then gather and drop what it left, so
+    that no rank waits for a failed one."""
     try:
         yield tensors
     finally:
@@ -88,6 +88,12 @@ def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
         total += size(item)
     if bucket:
         yield bucket
+
+
+def packed(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[list[np.ndarray], list[TensorSpec]]]:
+    """Yield (bytes, specs) of tensors in `buckets` of at most `limit` bytes."""
+    for bucket in buckets(tensors, lambda pair: pair[1].nbytes, limit):
+        yield [to_bytes(tensor) for _, tensor in bucket], [TensorSpec.of(name, tensor) for name, tensor in bucket]
 
 
 def to_bytes(tensor: Tensor) -> np.ndarray:

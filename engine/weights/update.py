@@ -16,7 +16,7 @@ from ...kernels.contract import Contract
 from ...model.adapter import WEIGHTS, describe, is_folder, load_adapter_config, resolve_placements
 from ...model.checkpoint import CheckpointError, StoredWeights, manifest
 from ...model.exact import check_same_numerics, load_config
-from .spec import TensorSpec, gathering, specs_of
+from .spec import TensorSpec, full_tensors, gathering, specs_of
 from .table import Source, WeightTable, WeightUpdateError, check_contract, parts_of
 from .workers import Workers
 
@@ -88,7 +88,7 @@ class WeightUpdate:
         state = self.table.state_of(module)
         self.check(specs_of(state), complete=True)
         self.stored = None
-        with gathering(state) as tensors:
+        with gathering(full_tensors(state)) as tensors:
             self.workers.send_tensors(self.id, self._checked(tensors))
 
     def _load_adapter(self, path: pathlib.Path) -> None:

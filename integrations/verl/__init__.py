@@ -4,8 +4,8 @@
         actor_rollout_ref.rollout.name=samebits actor_rollout_ref.actor.strategy=fsdp2 ...
 
 verl loads this module by itself, through the entry point group `verl.plugins`, and enters into its registries a
-rollout engine (`replica`, `server`), a trainer's engine (`engine`), a trainer mode whose runs repeat (`repeat`) and a
-platform for machines without an accelerator (`platform`). verl is unmodified. docs/verl.md has all settings.
+rollout engine (`rollout`), a trainer's engine and a trainer mode whose runs repeat (`trainer`), and a platform for
+machines without an accelerator (`platform`). verl is unmodified. docs/verl.md has all settings.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def register() -> None:
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
         from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-        RolloutReplicaRegistry.register(NAME, lambda: import_module(".replica", __name__).Replica)
-        _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.replica.ServerAdapter"
+        RolloutReplicaRegistry.register(NAME, lambda: import_module(".rollout", __name__).Replica)
+        _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.rollout.ServerAdapter"
         if os.environ.get("VERL_ENGINE_VENDOR") == NAME or os.environ.get("VERL_PLATFORM") == "cpu":
-            from . import engine, repeat  # noqa: F401
+            from . import trainer  # noqa: F401
     except (ImportError, AttributeError, TypeError) as error:
         import verl
 

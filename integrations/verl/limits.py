@@ -13,6 +13,7 @@ NAME = "samebits"  # under which verl knows the engine, the vendor and the train
 Limits = Mapping[str, Mapping[str, Sequence[Any]]]
 
 FULL_WEIGHTS = "weights are exact in float32, bfloat16 and float16 only"
+NO_ADAPTERS = "adapters are not supported under verl yet"
 NO_MTP = "multi-token prediction is not covered"
 PACKED = "sequences are scored packed, without padding"
 UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_attention_2")]  # by an exact model
@@ -34,11 +35,7 @@ ROLLOUT: Limits = {  # actor_rollout_ref.rollout
 MODEL: Limits = {  # actor_rollout_ref.model
     PACKED: {"use_remove_padding": [True]},
     "other kernels have other bits": {"use_liger": [False], "use_fused_kernels": [False], "tiled_mlp.enabled": [False]},
-    "adapters are not supported under verl yet": {
-        "lora_rank": [0],
-        "lora.rank": [0, None],
-        "lora_adapter_path": [None],
-    },
+    NO_ADAPTERS: {"lora_rank": [0], "lora.rank": [0, None], "lora_adapter_path": [None]},
     NO_MTP: {"mtp.enable": [False]},
     "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED]},
 }
@@ -51,20 +48,19 @@ ENGINE: Limits = {  # actor_rollout_ref.{actor,ref}.fsdp_config
 
 
 def check(config: Mapping[str, Any], limits: Limits, section: str) -> None:
-    """Raise ValueError, naming each setting of a section that has another value than it may have."""
+    """Raise ValueError, naming each setting that has another value than it may have.
+
+    config: a section of verl's configuration, nested mappings as all of them are. section: its name.
+    """
     problems = []
     for why, settings in limits.items():
         for setting, allowed in settings.items():
-            value = _value(config, setting, allowed[0])
+            *sections, name = setting.split(".")
+            part = config
+            for each in sections:
+                part = part.get(each) or {}
+            value = part.get(name, allowed[0])
             if value not in allowed:
                 problems.append(f"  {section}.{setting}={value!r}: must be {allowed[0]!r}; {why}")
     if problems:
         raise ValueError("samebits can't keep rollout and trainer equal under these settings:\n" + "\n".join(problems))
-
-
-def _value(config: Mapping[str, Any], setting: str, default: Any) -> Any:
-    """Return a setting of nested mappings, as all configurations of verl are."""
-    *sections, name = setting.split(".")
-    for section in sections:
-        config = config.get(section) or {}
-    return config.get(name, default)

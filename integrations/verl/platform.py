@@ -19,15 +19,9 @@ ANSWERS = {  # to what verl asks of every torch.<device> and torch.cpu doesn't k
     "get_device_name": "CPU",
     "mem_get_info": (0, 0),
     **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), 0),
-    **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed")),
+    "empty_cache": None,
 }
-
-
-def _device_module() -> SimpleNamespace:
-    """Return what torch.cuda is on a GPU: torch.cpu and more."""
-    answers = {name: lambda *args, answer=answer, **kwargs: answer for name, answer in ANSWERS.items()}
-    random = {"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}
-    return SimpleNamespace(**vars(torch.cpu) | answers | random)
+FUNCTIONS = {name: lambda *args, answer=answer, **kwargs: answer for name, answer in ANSWERS.items()}
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -40,7 +34,7 @@ class CPUPlatform(PlatformCUDA):
 
     device_name = "cpu"
     vendor_name = "samebits"
-    device_module = _device_module()
+    device_module = SimpleNamespace(**vars(torch.cpu) | FUNCTIONS, set_rng_state=torch.set_rng_state)
     is_available = staticmethod(torch.cpu.is_available)
     current_device = staticmethod(torch.cpu.current_device)
     device_count = staticmethod(torch.cpu.device_count)

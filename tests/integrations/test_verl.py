@@ -26,7 +26,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
 from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.integrations import verl as plugin
-from samebits.integrations.verl import engine, limits, repeat, replica, server
+from samebits.integrations.verl import limits, rollout
+from samebits.integrations.verl import trainer as trainer_side
 from samebits.kernels.contract import NumericsError
 from samebits.trainer import exact_model, token_logprobs
 
@@ -37,16 +38,16 @@ from helpers.models import make_checkpoint
 
 
 def test_verl_finds_everything_by_its_own_registries():
-    assert RolloutReplicaRegistry.get("samebits") is replica.Replica
-    assert get_rollout_class("samebits", "async") is replica.ServerAdapter
-    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.ExactFSDPEngine
-    assert get_trainer_cls("samebits") is repeat.RepeatableTrainer
+    assert RolloutReplicaRegistry.get("samebits") is rollout.Replica
+    assert get_rollout_class("samebits", "async") is rollout.ServerAdapter
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is trainer_side.ExactFSDPEngine
+    assert get_trainer_cls("samebits") is trainer_side.RepeatableTrainer
     assert get_platform().device_name == "cpu"
 
 
 def test_another_vendor_gets_verls_own_engine(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "plain")
-    assert not issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp2"), engine.ExactFSDPEngine)
+    assert not issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp2"), trainer_side.ExactFSDPEngine)
 
 
 def test_an_installed_samebits_is_a_plug_in_of_verls():
@@ -114,15 +115,15 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def trainer(model_path):
     """verl's engine as far as `forward_step` needs it: no process group, no FSDP."""
-    made = engine.ExactFSDPEngine.__new__(engine.ExactFSDPEngine)
+    made = trainer_side.ExactFSDPEngine.__new__(trainer_side.ExactFSDPEngine)
     made.module = exact_model(model_path)
     made.engine_config = types.SimpleNamespace(forward_only=False)
     made.get_data_parallel_group = lambda: None
     made.get_data_parallel_size = lambda: 1
-    before = replica.ServerAdapter.trained_steps
-    replica.ServerAdapter.trained_steps = 7
+    before = rollout.ServerAdapter.trained_steps
+    rollout.ServerAdapter.trained_steps = 7
     yield made
-    replica.ServerAdapter.trained_steps = before
+    rollout.ServerAdapter.trained_steps = before
 
 
 def micro_batch(model, steps=((7, 7), (7, 7), (7, 7)), temperature=0.7) -> TensorDict:
@@ -187,8 +188,8 @@ def test_a_rollout_that_differs_by_a_bit_stops_the_step(trainer):
     wrong = torch.nextafter(values[6], torch.tensor(0.0))
     trainer_value = values[6].item()
     values[6] = wrong
-    values_said = f"rollout {wrong.item()!r}, trainer {trainer_value!r}"
-    message = rf"step 7: 1 of 2 tokens .* group g2, first token 2 .* id 32: {values_said}"
+    values_said = f"{wrong.item():.9g} in the rollout, {trainer_value:.9g} in the trainer"
+    message = rf"1 of 2 tokens .* token 2, id 32, of a rollout of group g2 at step 7: {values_said}"
     with pytest.raises(NumericsError, match=message):
         trainer.forward_step(batch, None, True)
     values[6] = trainer_value
@@ -201,7 +202,7 @@ def test_rollouts_of_other_weights_are_not_compared(trainer, steps):
     batch = micro_batch(trainer.module, steps)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
-    replica.ServerAdapter.trained_steps = 8
+    rollout.ServerAdapter.trained_steps = 8
     batch = micro_batch(trainer.module)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
@@ -213,7 +214,7 @@ def test_outputs_that_are_not_offered_and_several_temperatures_are_refused(train
     with pytest.raises(ValueError, match="distillation_use_topk"):
         trainer.forward_step(batch, None, True)
     with pytest.raises(ValueError, match=r"temperatures \[0\.5, 1\.0\]"):
-        engine._temperature(torch.tensor([0.5, 1.0, 0.5]))
+        trainer_side._temperature(torch.tensor([0.5, 1.0, 0.5]))
 
 
 # --- the rollouts' half -------------------------------------------------------------------------------------------
@@ -224,12 +225,12 @@ class FakeRay:
 
     exceptions = types.SimpleNamespace(RayError=RuntimeError)
 
-    def __init__(self, died: bool = False, fellow: server.Server | None = None):
+    def __init__(self, died: bool = False, fellow: rollout.Server | None = None):
         context = types.SimpleNamespace(
             was_current_actor_reconstructed=died, get_actor_name=lambda: "samebits_rollout_0"
         )
         names = ["samebits_rollout_0", "other_actor"] + ["samebits_rollout_1"] * (fellow is not None)
-        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "here", list_named_actors=lambda: names)
+        self.util = types.SimpleNamespace(list_named_actors=lambda: names)
         self.get_runtime_context = lambda: context
         self.fellow = fellow
 
@@ -238,14 +239,14 @@ class FakeRay:
         return types.SimpleNamespace(weights=types.SimpleNamespace(remote=self.fellow.weights))
 
 
-def make_server(model_path, mode=RolloutMode.HYBRID, **settings) -> server.Server:
+def make_server(model_path, mode=RolloutMode.HYBRID, **settings) -> rollout.Server:
     own = {"kv_cache_memory_bytes": 2**21, **settings}
     config = RolloutConfig(name="samebits", tensor_model_parallel_size=1, prompt_length=16, response_length=100,
                            dtype="float32", max_num_seqs=8, engine_kwargs={"samebits": own})  # fmt: skip
-    return server.Server(config, str(model_path), mode, "cpu")
+    return rollout.Server(config, str(model_path), mode, "cpu")
 
 
-async def send(target: server.Server, model, steps: int, contract=None) -> None:
+async def send(target: rollout.Server, model, steps: int, contract=None) -> None:
     """What the adapter does, in two buckets."""
     from samebits.engine.weights import TensorSpec
     from samebits.engine.weights.spec import to_bytes
@@ -259,7 +260,7 @@ async def send(target: server.Server, model, steps: int, contract=None) -> None:
 
 
 def run(monkeypatch, ray, coroutine):
-    monkeypatch.setattr(server, "ray", ray)
+    monkeypatch.setattr(rollout, "ray", ray)
     return asyncio.run(coroutine)
 
 
@@ -292,7 +293,7 @@ def test_a_request_that_is_sent_again_draws_the_same_tokens_also_from_a_server_t
         await send(fellow, other, 3)
         first = await fellow.generate([5, 6, 7], PARAMS, "r")
         again = await fellow.generate([5, 6, 7], PARAMS, "r")  # a group's next sample under verl's full_determinism
-        monkeypatch.setattr(server, "ray", FakeRay(died=True, fellow=fellow))
+        monkeypatch.setattr(rollout, "ray", FakeRay(died=True, fellow=fellow))
         born_again = make_server(model_path)
         return first, again, await born_again.generate([5, 6, 7], PARAMS, "r")
 

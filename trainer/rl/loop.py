@@ -104,7 +104,7 @@ class Trainer:
     @property
     def contract(self) -> Contract:
         """The computation's: master weights are fp32 whatever it is."""
-        return replace(contract_of(self.model), dtype=self.config.dtype)
+        return contract_of(self.model, getattr(torch, self.config.dtype))
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

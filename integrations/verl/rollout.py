@@ -1,36 +1,79 @@
-"""The engine of one verl replica: a Ray actor that takes token ids and returns tokens with the trainer's log-probs."""
+"""verl's `rollout.name=samebits`: a replica in the driver, its engine in an actor, its adapter in a trainer's rank."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
+import os
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.rollout.replica import RolloutMode, TokenOutput
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
+from verl.plugin.platform import get_platform
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
-from ...engine import LLM, RequestOutput, SamplingParams, WeightUpdate
+from ...engine import LLM, RequestOutput, RequestOutputKind, SamplingParams, WeightUpdate, WeightUpdateError
 from ...engine.engine import MEMORY_TAGS
-from ...engine.sampling_params import MAX_LOGPROBS, RequestOutputKind
-from ...engine.weights import TensorSpec, WeightUpdateError
-from ...engine.weights.spec import from_bytes
+from ...engine.weights.spec import TensorSpec, from_bytes, gathering, packed
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
-from ...server.options import Limits
-from .limits import NAME
+from . import limits
 
 logger = logging.getLogger(__name__)
-PREFIX = f"{NAME}_rollout_"  # of the names of all replicas' actors
-NO_LIMITS = Limits(1 << 40, MAX_LOGPROBS, 1 << 40)  # verl sends a whole batch at once
+PREFIX = f"{limits.NAME}_rollout_"  # of the names of all replicas' actors
+MAX_DEATHS = 3  # of one replica, after which its requests fail
+MAX_BUCKET = 256  # megabytes of an update that are under way at a time
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 SAME_NAMES = ("dtype", "enforce_eager", "enable_prefix_caching", *SIZES)  # settings that `EngineConfig` calls so, too
+
+
+class Replica(RolloutReplica):
+    """verl's `rollout.name=samebits`: starts the actor of an engine, on the device of the trainer's worker beside it.
+
+    Raises ValueError, naming them, for settings under which the promise can't be kept, and for models that don't learn.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.is_reward_model or self.is_teacher_model:
+            raise ValueError("samebits serves the policy alone: give reward and teacher models another rollout.name")
+        limits.check(self.config, limits.ROLLOUT, "rollout")
+        limits.check(self.model_config, limits.MODEL, "model")
+
+    async def launch_servers(self) -> None:
+        """Start the actor. Should it die, Ray starts it again, and repeats its calls."""
+        platform = get_platform()
+        resource = platform.ray_resource_name()
+
+        def place(worker: Any) -> tuple[str, str]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids()[resource][0]
+
+        node, device = await self.workers[0].__ray_call__.remote(place)
+        environment = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars()
+        environment[platform.visible_devices_envvar()] = device
+        server: Any = ray.remote(Server).options(
+            name=f"{PREFIX}{self.replica_rank}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": environment},
+            max_concurrency=self.max_concurrency,
+            max_restarts=MAX_DEATHS,
+            max_task_retries=-1,
+            num_cpus=0,
+        )
+        path = getattr(self.model_config, "local_path", None) or self.model_config.path
+        self._server_handle = server.remote(self.config, path, self.rollout_mode, platform.device_name)
+        await self._server_handle.start.remote()
+        self.servers = [self._server_handle]
+        self._server_address = f"{PREFIX}{self.replica_rank}"  # by which verl tells replicas apart
 
 
 class Server:
@@ -42,14 +85,14 @@ class Server:
     """
 
     def __init__(self, config: Any, model_path: str, mode: RolloutMode, device: str):
-        self.config = omega_conf_to_dataclass(config)
+        self.config = config
         self.mode = mode
         self.max_tokens = self.config.prompt_length + self.config.response_length  # of a whole sequence
         settings = {name: getattr(self.config, name) for name in SAME_NAMES}
         settings |= {"device": device, "max_model_len": self.config.max_model_len or self.max_tokens}
-        settings |= self.config.engine_kwargs.get(NAME) or {}
+        settings |= self.config.engine_kwargs.get(limits.NAME) or {}
         self.llm = LLM(model_path, skip_tokenizer_init=True, **settings)
-        self.engine = AsyncEngine(self.llm, NO_LIMITS)
+        self.engine = AsyncEngine(self.llm)  # without limits: verl sends a whole batch at once
         self.global_steps: int | None = None  # verl's name for the weights in force
         self.versions: dict[int, int | None] = {}  # the engine's version -> verl's step
         self.update: WeightUpdate | None = None
@@ -58,12 +101,11 @@ class Server:
         self.open.set()
         self._started: asyncio.Task | None = None
 
-    async def start(self) -> str:
-        """Start the engine's thread, once, and return the node's address."""
+    async def start(self) -> None:
+        """Start the engine's thread, once."""
         if self._started is None:
             self._started = asyncio.create_task(self._start())
         await self._started
-        return ray.util.get_node_ip_address()
 
     async def _start(self) -> None:
         """Start; after a death with a fellow's weights, or, where none has them, without any until the next update."""
@@ -91,10 +133,10 @@ class Server:
         """The step, bytes and specs of the weights in force. ValueError where there are none of a step."""
         if self.global_steps is None or not self.llm.has_weights:
             raise ValueError("this replica has no weights in force")
-        workers = self.llm.worker_engine.workers
-        (specs,) = workers.collective_rpc("weight_specs")
-        read = partial(workers.collective_rpc, "read_weights", specs)
-        steps, (data,) = await self.engine.call(lambda llm: (self.global_steps, read()))  # no update comes in between
+        ask = self.llm.worker_engine.workers.collective_rpc
+        (specs,) = ask("weight_specs")
+        # In one call, between two of the engine's steps: no update comes in between.
+        steps, (data,) = await self.engine.call(lambda llm: (self.global_steps, ask("read_weights", specs)))
         return steps, data, specs
 
     # --- generation -------------------------------------------------------------------------------------------------
@@ -126,12 +168,8 @@ class Server:
         if wanted is None:  # a prompt of several turns may be longer than `prompt_length`
             wanted = min(self.config.response_length, self.max_tokens - len(prompt))
         own = {"ignore_eos": self.config.ignore_eos, "seed": self._seed(prompt, request_id)}
-        return SamplingParams(
-            max_tokens=max(1, wanted),  # or as many as there is room for
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **(own | given),
-        )
+        fixed: dict[str, Any] = {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        return SamplingParams(max_tokens=max(1, wanted), **(own | given), **fixed)  # or as many as there is room for
 
     def _seed(self, prompt: list[int], request_id: str) -> int:
         """Return a hash of all that tells requests apart; equal ones, which verl may make of a group, are counted."""
@@ -144,18 +182,14 @@ class Server:
         (completion,) = output.completions
         spans = [(self.versions.get(s.version), s.start, s.end) for s in completion.weight_versions]
         steps = [step for step, _, _ in spans] or [self.global_steps]
+        fields: dict[str, Any] = {"num_cached_tokens": output.num_cached_tokens, "weight_versions": spans}
+        fields |= {"global_steps": steps[-1], "min_global_steps": steps[0], "max_global_steps": steps[-1]}
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.logprobs,
             stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
             num_preempted=0,
-            extra_fields={
-                "global_steps": steps[-1],
-                "min_global_steps": steps[0],
-                "max_global_steps": steps[-1],
-                "num_cached_tokens": output.num_cached_tokens,
-                "weight_versions": spans,
-            },
+            extra_fields=fields,
         )
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
@@ -236,3 +270,43 @@ class Server:
         if self.update is None:
             raise WeightUpdateError("no update was begun: this replica died in the midst of one; resume the run")
         return self.update
+
+
+class ServerAdapter(BaseRollout):
+    """A trainer rank's end: sends the weights to the rank's replica, and puts that to sleep and wakes it up.
+
+    contract: of the exact engine in this process, None where there is none. trained_steps: the step whose weights that
+    engine holds, which its rollouts were sampled under; None once it has moved on.
+    """
+
+    contract: ClassVar[Contract | None] = None
+    trained_steps: ClassVar[int | None] = None
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return getattr(ray.get_actor(f"{PREFIX}{os.environ['RANK']}"), method).remote(*args)
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Wake the replica up."""
+        await self._call("wake_up", tags)
+
+    async def release(self) -> None:
+        """Put the replica to sleep."""
+        await self._call("sleep")
+
+    @torch.no_grad()
+    async def update_weights(
+        self, weights: Iterator[tuple[str, Tensor]], wire_format: str = "named_tensors", **others: Any
+    ) -> None:
+        """Send all weights, and put them in force, all or nothing. All ranks iterate `weights`, which gathers them.
+
+        Raises ValueError for deltas and adapters, NumericsError where trainer and engine have other numerics.
+        """
+        if wire_format != "named_tensors" or others.get("peft_config") is not None:
+            raise ValueError(f"samebits takes whole weights alone, no deltas and no adapters; got {wire_format}")
+        with gathering(weights):
+            await self._call("begin_weights", ServerAdapter.contract)
+            megabytes = min(self.config.checkpoint_engine.update_weights_bucket_megabytes, MAX_BUCKET)
+            for data, specs in packed(weights, megabytes << 20):
+                await self._call("load_weights", data, specs)
+        await self._call("commit_weights", others.get("global_steps"))
+        ServerAdapter.trained_steps = others.get("global_steps")

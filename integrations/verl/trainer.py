@@ -1,14 +1,26 @@
-"""verl's FSDP2 engine on an exact model: its log-probs are the rollouts', bit for bit."""
+"""verl's FSDP2 engine on an exact model, whose log-probs are the rollouts' as bits; and runs of it that repeat as bits.
+
+verl 0.9 names prompts and requests at random and takes samples in the order in which they end, so that two runs draw
+other tokens and add gradients in another order. `trainer.v1.trainer_mode=samebits` is its synchronous trainer with
+names and an order of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import ray
 import torch
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
@@ -17,17 +29,15 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from ...engine.sampling_params import SamplingParams
-from ...kernels.contract import NumericsError
 from ...model.exact import contract_of
-from ...trainer import exact_model, token_logprobs
+from ...trainer import check_same_bits, exact_model, token_logprobs
 from . import limits
-from .limits import NAME
-from .replica import ServerAdapter
+from .rollout import ServerAdapter
 
 UNSUPPORTED_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
-@EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor=NAME)
+@EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor=limits.NAME)
 class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
     """`VERL_ENGINE_VENDOR=samebits`: verl's engine with `exact_model`, and `token_logprobs` for its forward.
 
@@ -51,8 +61,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         """Build all, and tell the adapter beside it the contract that rollouts must have."""
         super().initialize()
         if not self.engine_config.forward_only:
-            computes = str(self._autocast_dtype).removeprefix("torch.")  # FSDP2's param_dtype
-            ServerAdapter.contract = replace(contract_of(self.module), dtype=computes)
+            ServerAdapter.contract = contract_of(self.module, self._autocast_dtype)
 
     def optimizer_step(self) -> Any:
         """Step; the weights are no longer those of the rollouts."""
@@ -99,29 +108,21 @@ def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor]) -> int:
     values: per sequence fp32 [len], at each token's own place. Only tokens of the response mask are compared, of
     rollouts whose every token is of the step that the trainer holds. Returns how many those are.
     """
-    compared = 0
-    global_steps = ServerAdapter.trained_steps
+    steps = ServerAdapter.trained_steps
     needed = ("rollout_log_probs", "responses", "response_mask", "extra_fields")
-    if global_steps is None or any(name not in micro_batch for name in needed):
-        return compared
-    columns = (micro_batch[name].unbind() for name in needed[:3])
-    fields = tu.get(micro_batch, "extra_fields")
-    for row, (rollout, response, mask) in enumerate(zip(*columns, strict=True)):
-        steps = {fields[row].get("min_global_steps"), fields[row].get("max_global_steps")}
-        if steps != {global_steps}:
-            continue
-        trainer = values[row].detach()[-len(response) :]
-        compared += int(mask.sum())
-        differs = rollout.contiguous().view(torch.int32) != trainer.contiguous().view(torch.int32)
-        wrong = (mask.bool() & differs).nonzero().flatten().tolist()
-        if wrong:
-            place = wrong[0]
-            uid = micro_batch["uid"][row] if "uid" in micro_batch else "unknown"
-            raise NumericsError(
-                f"rollout and trainer differ at step {global_steps}: {len(wrong)} of {int(mask.sum())} tokens of a "
-                f"rollout of group {uid}, first token {place} of the response, id {int(response[place])}: rollout "
-                f"{rollout[place].item()!r}, trainer {trainer[place].item()!r}. Was it another engine's?"
-            )
+    if steps is None or any(name not in micro_batch for name in needed):
+        return 0
+    rollouts, responses, masks = (micro_batch[name].unbind() for name in needed[:3])
+    uids = micro_batch["uid"] if "uid" in micro_batch else ["unknown"] * len(responses)
+
+    def name(row: int, token: int) -> str:
+        return f"token {token}, id {int(responses[row][token])}, of a rollout of group {uids[row]} at step {steps}"
+
+    compared = 0
+    for row, fields in enumerate(tu.get(micro_batch, "extra_fields")):
+        if steps == fields.get("min_global_steps") == fields.get("max_global_steps"):
+            trainer = values[row].detach()[-len(responses[row]) :]
+            compared += check_same_bits(rollouts[row], trainer, masks[row], partial(name, row))
     return compared
 
 
@@ -136,6 +137,48 @@ def _temperature(found: Any) -> float:
 def _at_previous(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """Return [len] values per sequence, of which the first is 0, as one nested tensor, each a place earlier."""
     return torch.nested.nested_tensor_from_jagged(torch.cat([*values]).roll(-1), offsets)
+
+
+# --- a trainer mode whose runs repeat ---
+
+
+@register_trainer(limits.NAME)
+class RepeatableTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, whose batches and requests are the same in each run of the same settings."""
+
+    def __init__(self, config: DictConfig):
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = "sync"
+            config.actor_rollout_ref.rollout.full_determinism = True
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = f"{__name__}.{AgentLoopManager.__name__}"
+        super().__init__(config)
+        self._numbers: defaultdict[int, Any] = defaultdict(itertools.count)
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        batch = super()._fetch_one_gen_batch()
+        names = [f"{self.global_steps:08d}-{next(self._numbers[self.global_steps]):06d}" for _ in range(len(batch))]
+        tu.assign_non_tensor_stack(batch, "uid", names)
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
+        return super()._balance_batch(batch, *args, **kwargs)
+
+
+class _AgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """Run a trajectory; verl's loops make the ids of their requests of its `priority`."""
+        name = f"{kwargs['uid']}_{kwargs['session_id']}"
+        kwargs["priority"] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+        return await super()._run_agent_loop(sampling_params, **kwargs)
+
+
+class AgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager of agent loops, whose requests have names that the next run has, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(_AgentLoopWorker)
 
 
 if get_device_name() == "cpu":  # verl's own engines, the critic's and a control, know of accelerators alone
