@@ -48,12 +48,8 @@ class Conversation:
         if self.kept:
             context = [self.template, self.cache_salt]
             self.keys = await tokenization.in_thread(conversation_keys, context, self.messages)
-        turn = self.server.kept.find(self.keys)
-        if turn is not None:
-            ids = await tokenization.in_thread(tokenization.chat_from, self.messages, turn, **self.template)
-            if ids is not None:
-                return ids
-        return await tokenization.in_thread(tokenization.chat, self.messages, **self.template)
+        known = self.server.kept.find(self.keys)
+        return await tokenization.in_thread(tokenization.chat, self.messages, known, **self.template)
 
     def forced_call(self, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""
@@ -91,7 +87,7 @@ class Conversation:
         if self.kept and (c.finish_reason == "length" or (c.finish_reason == "stop" and c.stop_reason is None)):
             said = plain({"role": "assistant", "content": answer.text[:shown], "tool_calls": calls})
             ids = output.prompt_token_ids + answer.token_ids
-            self.server.kept.add(next_key(self.keys[-1], said), len(self.messages) + 1, ids)
+            self.server.kept.add(next_key(self.keys[-1], said), ids)
         found = {"delta" if self.streamed else "message": message, "finish_reason": reason}
         return found | ({"text": answer.text} if calls else {})
 

@@ -101,12 +101,11 @@ class FromDistributedBody(Manifest, _UpdateBody):
     load_format: Literal["flattened_bucket"] | None = None
 
 
-class UpdateBody(Body):
+class UpdateBody(WholeUpdateBody):
     """An update by broadcast or from a directory."""
 
     update_info: Manifest | None = None
     weight_dir: str | None = Field(default=None, min_length=1)
-    weight_version: Label | None = None
 
 
 class VersionBody(Body):
@@ -285,7 +284,7 @@ async def update_weight_version(body: VersionBody, server: Served):
     """Rename the version in force."""
     if body.abort_all_requests:
         await server.engine.abort()
-    server.updates.relabel(body.new_version)
+    server.updates.relabel(body.new_version, server.llm.weight_version)
     return done("weight version renamed", new_version=body.new_version)
 
 

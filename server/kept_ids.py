@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class KeptTurn:
-    """Conversation up to an answer: `messages` of them, and the ids of prompt and answer."""
-
-    messages: int
-    token_ids: array
-
-
 class KeptIds:
-    """The ids of the newest answers, by the conversation that they end; `max_tokens` of them in all, 4 bytes each."""
+    """The ids of prompt and answer of the newest answers, by the conversation that they end.
+
+    There are `max_tokens` of them in all, 4 bytes each.
+    """
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # least recently used first
+        self._turns: OrderedDict[bytes, array] = OrderedDict()  # least recently used first
 
-    def add(self, key: bytes, messages: int, token_ids: Sequence[int]) -> None:
+    def add(self, key: bytes, token_ids: Sequence[int]) -> None:
         """Keep the ids of a conversation of this key, whose last message is the answer."""
         self._drop(key)
-        self._turns[key] = KeptTurn(messages, array("i", token_ids))
+        self._turns[key] = array("i", token_ids)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:
             self._drop(next(iter(self._turns)))
 
-    def find(self, keys: Sequence[bytes]) -> KeptTurn | None:
-        """Return the longest start of a conversation that was generated here. keys: see `conversation_keys`."""
-        key = next((key for key in reversed(keys) if key in self._turns), None)
-        if key is None:
-            return None
-        self._turns.move_to_end(key)
-        return self._turns[key]
+    def find(self, keys: Sequence[bytes]) -> tuple[int, Sequence[int]]:
+        """Return the longest start of a conversation that was generated here: how many messages, and their ids.
+
+        (0, ()) where there is none. keys: see `conversation_keys`.
+        """
+        for messages in reversed(range(len(keys))):
+            if keys[messages] in self._turns:
+                self._turns.move_to_end(keys[messages])
+                return messages, self._turns[keys[messages]]
+        return 0, ()
 
     def _drop(self, key: bytes) -> None:
-        turn = self._turns.pop(key, None)
-        self.num_tokens -= len(turn.token_ids) if turn else 0
+        self.num_tokens -= len(self._turns.pop(key, ()))
 
 
 def conversation_keys(context: Any, messages: Sequence[dict]) -> list[bytes]:
@@ -53,10 +50,7 @@ def conversation_keys(context: Any, messages: Sequence[dict]) -> list[bytes]:
 
     context: what else decides its rendering. Both are JSON.
     """
-    keys = [next_key(b"", {"context": context})]
-    for message in messages:
-        keys.append(next_key(keys[-1], message))
-    return keys
+    return [*itertools.accumulate(messages, next_key, initial=next_key(b"", {"context": context}))]
 
 
 def next_key(key: bytes, message: dict) -> bytes:

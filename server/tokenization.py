@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..engine import LLM
-from .kept_ids import KeptTurn
 
 T = TypeVar("T")
 WORKERS = 4  # threads that encode texts, so that a long one holds nobody up
@@ -61,30 +60,29 @@ class Tokenization:
                 raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")
         return self.need("text").decode(token_ids)
 
-    def chat(self, messages: list[dict], **template) -> list[int]:
-        """The token ids that the chat template makes of a conversation, whose messages are `plain`."""
-        return self.encode(self._rendered(messages, **template), add_special_tokens=False)
+    def chat(self, messages: list[dict], known: tuple[int, Sequence[int]] = (0, ()), /, **template) -> list[int]:
+        """The token ids that the chat template makes of a conversation, whose messages are `plain`.
+
+        known: how many of the first messages were generated here, and their ids. The conversation begins with these,
+        unless the template writes those messages otherwise in the longer conversation, or ends them by no EOS.
+        """
+        whole = self._rendered(messages, **template)
+        count, ids = known
+        if count:
+            start = self._rendered(messages[:count], **template | {"add_generation_prompt": False})
+            end = len(start.rstrip())
+            for token in self.processor.eos_token_ids:
+                if whole.startswith(start) and start[:end].endswith(self.token(token)):
+                    ended = ids[-1] in self.processor.eos_token_ids
+                    rest = whole[end if ended else end - len(self.token(token)) :]
+                    return [*ids, *self.encode(rest, add_special_tokens=False)]
+        return self.encode(whole, add_special_tokens=False)
 
     def _rendered(self, messages: list[dict], **template) -> str:
         try:
             return self.need("chat messages").apply_chat_template(messages, tokenize=False, **template)
         except Exception as error:  # the template is a program of the model's (or the client's)
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-    def chat_from(self, messages: list[dict], turn: KeptTurn, **template) -> list[int] | None:
-        """The token ids of a conversation that begins with those of a kept turn.
-
-        None if the template writes the kept messages otherwise in the longer conversation, or ends them by no EOS.
-        """
-        whole = self._rendered(messages, **template)
-        known = self._rendered(messages[: turn.messages], **template | {"add_generation_prompt": False})
-        end = len(known.rstrip())
-        for token in self.processor.eos_token_ids:
-            if whole.startswith(known) and known[:end].endswith(self.token(token)):
-                ended = turn.token_ids[-1] in self.processor.eos_token_ids
-                rest = whole[end if ended else end - len(self.token(token)) :]
-                return [*turn.token_ids, *self.encode(rest, add_special_tokens=False)]
-        return None
 
 
 def plain(message: dict) -> dict:

@@ -27,23 +27,6 @@ POLL = 0.05  # seconds
 MAX_LABELS = 1024  # more versions than the tokens of running requests can be of
 
 
-class VersionLabels:
-    """The clients' names for weight versions. Only the newest `MAX_LABELS` names are kept: others are the number."""
-
-    def __init__(self) -> None:
-        self._names = {0: DEFAULT_LABEL}
-
-    def of(self, version: int) -> str:
-        """The name of a version: its number, unless a client named it otherwise."""
-        return self._names.get(version, str(version))
-
-    def name(self, version: int, label: str) -> None:
-        """Name a version."""
-        self._names[version] = label
-        if len(self._names) > MAX_LABELS:
-            del self._names[min(self._names)]
-
-
 class WeightUpdates:
     """The one update in progress, the process groups that tensors come over, and what clients call the versions.
 
@@ -56,7 +39,7 @@ class WeightUpdates:
         self.state = engine.state
         self.timeout = timeout
         self.recompute_kept = recompute_kept  # also the KV of requests that a pause keeps
-        self.labels = VersionLabels()
+        self._labels = {0: DEFAULT_LABEL}  # the clients' names of the newest versions
         self.groups: set[str] = set()  # names of those that were joined
         self._explicit = False  # begun by the client, who will also say when it ends
         self._label: str | None = None
@@ -68,12 +51,15 @@ class WeightUpdates:
         return self.label_of(self.engine.llm.weight_version)
 
     def label_of(self, version: int | None) -> str:
-        """The label of a version; None: of the one in force."""
-        return self.labels.of(self.engine.llm.weight_version if version is None else version)
+        """The label of a version, None: of the one in force; its number, unless a client named it otherwise."""
+        version = self.engine.llm.weight_version if version is None else version
+        return self._labels.get(version, str(version))
 
-    def relabel(self, label: str) -> None:
-        """Give the version in force another label."""
-        self.labels.name(self.engine.llm.weight_version, label)
+    def relabel(self, label: str, version: int) -> None:
+        """Name a version. Only the newest `MAX_LABELS` names are kept."""
+        self._labels[version] = label
+        if len(self._labels) > MAX_LABELS:
+            del self._labels[min(self._labels)]
 
     async def begin(self) -> None:
         """Start an update that `finish` ends; one that was left unfinished is forgotten."""
@@ -165,7 +151,7 @@ class WeightUpdates:
         def commit(llm: LLM) -> int:
             number = int(label) if label and label.isdecimal() and len(label) < 18 else 0
             version = max(number, llm.weight_version + 1)
-            self.labels.name(version, label or str(version))  # before any token can bear the number
+            self.relabel(label or str(version), version)  # before any token can bear the number
             return llm.commit_weight_update(update, version, recompute_running=not keep_kv)
 
         try:

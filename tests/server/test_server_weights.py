@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine.weights import TransferError, specs_of
 from samebits.engine.weights.group import WHOLE
 from samebits.integrations import Client, ServerError
-from samebits.server.updates import MAX_LABELS, VersionLabels
+from samebits.server.updates import MAX_LABELS, WeightUpdates
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.models import make_checkpoint
@@ -218,16 +219,16 @@ def test_nothing_that_a_client_names_or_sends_is_unpickled(server, path, tmp_pat
 
 
 def test_the_newest_versions_keep_their_names_and_older_ones_go_by_number():
-    labels = VersionLabels()
-    assert (labels.of(0), labels.of(7)) == ("default", "7")
+    updates = WeightUpdates(SimpleNamespace(state=None), timeout=1.0)
+    assert (updates.label_of(0), updates.label_of(7)) == ("default", "7")
     for version in range(1, 3 * MAX_LABELS):
-        labels.name(version, f"step-{version}")
+        updates.relabel(f"step-{version}", version)
     newest = 3 * MAX_LABELS - 1
-    assert labels.of(newest) == f"step-{newest}"
-    assert labels.of(newest - MAX_LABELS + 1) == f"step-{newest - MAX_LABELS + 1}"
-    assert labels.of(newest - MAX_LABELS) == str(newest - MAX_LABELS)
-    labels.name(newest, "renamed")
-    assert labels.of(newest) == "renamed"
+    assert updates.label_of(newest) == f"step-{newest}"
+    assert updates.label_of(newest - MAX_LABELS + 1) == f"step-{newest - MAX_LABELS + 1}"
+    assert updates.label_of(newest - MAX_LABELS) == str(newest - MAX_LABELS)
+    updates.relabel("renamed", newest)
+    assert updates.label_of(newest) == "renamed"
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
