@@ -17,7 +17,7 @@ from .. import __version__
 from ..engine import LLM, WeightUpdateError
 from ..engine.weights import TransferError, WorkerError
 from ..kernels.contract import NumericsError
-from . import control, information, openai, sglang, tokens
+from . import control, information, openai, sglang
 from .async_engine import GenerationError
 from .auth import Guard
 from .options import ServerOptions
@@ -55,7 +55,7 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
     app.state.service = service
     app.state.metrics = information.Metrics(service)
     app.include_router(information.everybody)
-    for public in (information.router, openai.router, tokens.router, sglang.router):
+    for public in (information.router, openai.router, sglang.router):
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (control.vllm, control.sglang):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,11 +38,15 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """The request that every dialect's becomes: one prompt (text or token ids), sampled `params.n` times."""
+    """The request that every dialect's becomes: one prompt (text or token ids), sampled `params.n` times.
+
+    request_id: tells the prompts of a call apart; None: it is the call's own.
+    """
 
     prompt: str | list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    request_id: str | None = None
 
 
 class Generation:
@@ -85,7 +89,7 @@ class Generation:
     def close(self) -> None:
         """Nobody waits any more: what still runs is aborted."""
         if self.unfinished:
-            self.engine.abort_all([self])
+            self.engine.abort([self.request_id])
 
 
 class AsyncEngine:
@@ -192,23 +196,25 @@ class AsyncEngine:
             raise UnavailableError(
                 f"the queue is full: {self.num_sequences} sequences run or wait, {self.limits.sequences} may"
             )
-        names = [request_id] if len(requests) == 1 else [f"{request_id}-{i}" for i in range(len(requests))]
-        if request_id in self.generations or any(name in self.by_engine_id for name in names):
-            raise ValueError(f"request_id {request_id!r} is in use")
-        sizes = {name: request.params.n for name, request in zip(names, requests, strict=True)}
+        sizes = {request.request_id or request_id: request.params.n for request in requests}
+        if len(sizes) < len(requests):
+            raise ValueError("two prompts of the call have the same request_id")
+        for name in (request_id, *sizes):
+            if name in self.generations or name in self.by_engine_id:
+                raise ValueError(f"request_id {name!r} is in use")
         generation = Generation(self, request_id, sizes)
         self.generations[request_id] = generation  # claims the ids and the room while prompts are tokenised
-        self.by_engine_id.update(dict.fromkeys(names, generation))
+        self.by_engine_id.update(dict.fromkeys(sizes, generation))
         self.num_sequences += count
         self._idle.clear()
         try:
             inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
-            checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, names, strict=True)))
+            checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, sizes, strict=True)))
             self.limits.check_reply(checked)
             for request in checked:
                 request.call = request_id
         except BaseException:
-            for name in names:
+            for name in sizes:
                 self._release(name)
             raise
         if generation.unfinished:  # or a step failed meanwhile, and with it this
@@ -216,8 +222,7 @@ class AsyncEngine:
         return generation
 
     async def _checked(self, request: GenerateRequest, name: str, inline: bool) -> Request:
-        key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
-        prompt: dict[str, Any] = {key: request.prompt, "cache_salt": request.cache_salt}
+        prompt: dict[str, Any] = {"prompt": request.prompt, "cache_salt": request.cache_salt}
         arguments = (prompt, request.params, name, self.tokenization.processor)
         self.tokenization.check_length(request.prompt)
         if inline and request.params.structured_outputs is None:
@@ -253,15 +258,16 @@ class AsyncEngine:
             self._release(engine_id)
         generation.queue.put_nowait(GenerationError(f"{type(error).__name__}: {error}"))
 
-    def abort_all(self, generations: Iterable[Generation]) -> Awaitable[int]:
-        """End what is unfinished of these calls, with what it has. Await the number of requests that were ended."""
-        ids = sorted(set().union(*(g.unfinished for g in generations)))
-        return self.call(lambda llm: sum(map(llm.abort, ids)))
+    def abort(self, request_ids: Sequence[str] = ()) -> Awaitable[int]:
+        """End calls or single prompts of calls, or all, with finish_reason "abort" and what they have.
 
-    async def abort(self, request_ids: Sequence[str] = ()) -> int:
-        """End these requests, or all, with finish_reason "abort" and what they have; return how many."""
-        found = [self.generations.get(i) or self.by_engine_id.get(i) for i in request_ids or self.generations]
-        return await self.abort_all(g for g in found if g)
+        Await the number of prompts that were ended.
+        """
+        ids: set[str] = set()
+        for name in request_ids or self.generations:
+            call = self.generations.get(name)
+            ids.update(call.unfinished if call else [name])
+        return self.call(lambda llm: sum(map(llm.abort, sorted(ids))))
 
     async def pause(self, mode: str, refuse: bool) -> None:
         """Stop between two steps; return when nothing runs.

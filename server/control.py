@@ -36,6 +36,12 @@ class AbortBody(Body):
     abort_all: bool = False
 
 
+class ResetBody(Body):
+    """Whether running requests are to forget their prefixes, too."""
+
+    reset_running_requests: bool = False
+
+
 class PauseBody(Body):
     """A pause, and what it does with running requests."""
 
@@ -182,9 +188,10 @@ async def abort_request(server: Served, body: AbortBody | None = None):
 
 
 @vllm.post("/reset_prefix_cache")
-async def reset_prefix_cache(server: Served, reset_running_requests: bool = False):
-    """Forget all cached prefixes; on request, of running requests, too."""
-    await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
+async def reset_prefix_cache(server: Served, reset_running_requests: bool = False, body: ResetBody | None = None):
+    """Forget all cached prefixes; on request, in the query or the body, of running requests, too."""
+    reset = reset_running_requests or (body is not None and body.reset_running_requests)
+    await server.engine.call(lambda llm: llm.reset_prefix_cache(reset))
     return reply({"success": True})
 
 

@@ -71,7 +71,7 @@ class GenerateBody(Body):
     def rids(self, count: int, batch: bool) -> tuple[list[str], str]:
         """The names of the prompts, and that of the whole call."""
         if isinstance(self.rid, list):
-            return self.each("rid", count), self.rid[0]
+            return self.each("rid", count), uuid.uuid4().hex
         rid = self.rid or uuid.uuid4().hex
         return ([f"{rid}-{i}" for i in range(count)] if batch else [rid]), rid
 
@@ -187,12 +187,8 @@ def _finish_reason(c: Completion) -> dict | None:
 
 def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
     """Spans in order, those that continue each other made one."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if joined and (joined[-1].version, joined[-1].stale_kv) == (span.version, span.stale_kv):
-            span = replace(span, start=joined.pop().start)
-        joined.append(span)
-    return joined
+    runs = [[*run] for _, run in itertools.groupby(spans, lambda span: (span.version, span.stale_kv))]
+    return [replace(run[-1], start=run[0].start) for run in runs]
 
 
 @router.post("/generate")
@@ -220,7 +216,7 @@ async def generate(body: GenerateBody, server: Served):
             body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None,
             **({"routed_experts": True, "routed_experts_prompt_start": experts_start or 0} if experts else {}),
         )  # fmt: skip
-        requests.append(GenerateRequest(prompt, params, body.cache_salt or body.extra_key))
+        requests.append(GenerateRequest(prompt, params, body.cache_salt or body.extra_key, name))
         samples += params.n
     several = batch or samples > 1
 

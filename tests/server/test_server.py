@@ -338,6 +338,26 @@ def test_an_abort_gives_what_there_is(server, route):
     assert 0 < len(choice["token_ids"]) == len(choice["logprobs"]["content"]) < 400
 
 
+@pytest.mark.parametrize(
+    ("rid", "aborted", "reasons"),
+    [
+        (["a", "b", "c"], "b", ["length", "abort", "length"]),
+        (["a", "b", "c"], "a", ["abort", "length", "length"]),
+        ("a", "a-2", ["length", "length", "abort"]),
+        ("a", "a", ["abort", "abort", "abort"]),
+    ],
+    ids=str,
+)
+def test_a_prompt_of_a_batch_is_aborted_by_its_own_id(server, rid, aborted, reasons):
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    body = {"input_ids": [PROMPT, [9], [8, 7]], "sampling_params": sampling, "rid": rid}
+    with in_background(server.ok, "/generate", body) as results:
+        wait_for(lambda: server.llm.stats().num_running == 3)
+        assert server.ok("/abort_request", {"rid": aborted})["aborted"] == reasons.count("abort")
+    assert [sample["meta_info"]["finish_reason"]["type"] for sample in results[0]] == reasons
+    assert server.ok("/abort_request", {"rid": aborted})["aborted"] == 0
+
+
 def test_pause_abort_turns_requests_away_until_resume(server):
     with in_background(server.ok, "/inference/v1/generate", LONG) as results:
         running(server)
@@ -394,6 +414,21 @@ def test_flush_is_refused_while_requests_run_and_works_while_they_are_paused(ser
         assert server.llm.stats().kv_blocks_used == 0
         server.ok("/continue_generation", {})
     assert results[0]["choices"][0] == alone
+
+
+@pytest.mark.parametrize(
+    ("query", "body"), [("?reset_running_requests=true", None), ("", {"reset_running_requests": True})], ids=str
+)
+def test_running_requests_forget_their_prefixes_by_query_or_by_body(server, query, body):
+    with in_background(server.ok, "/inference/v1/generate", LONG) as results:
+        running(server)
+        server.ok("/pause_generation", {"mode": "in_place"})
+        server.ok("/reset_prefix_cache", {"reset_running_requests": False})
+        assert server.llm.stats().kv_blocks_used > 0
+        server.ok(f"/reset_prefix_cache{query}", body)
+        assert server.llm.stats().kv_blocks_used == 0
+        server.ok("/continue_generation", {})
+    assert results[0]["choices"][0] == server.ok("/inference/v1/generate", LONG)["choices"][0]
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -476,6 +511,7 @@ BAD = [
     ("/inference/v1/generate", {"token_ids": [5], "seed": 3}, "sampling_params"),
     ("/generate", {"text": "x", "input_ids": [1]}, "either text or input_ids"),
     ("/generate", {"input_ids": [[1], [2]], "rid": ["a"]}, "rid has 1 entries for 2 prompts"),
+    ("/generate", {"input_ids": [[1], [2]], "rid": ["a", "a"]}, "the same request_id"),
     ("/tokenize", {}, "either prompt or messages"),
     ("/detokenize", {"tokens": [99999]}, "out of range"),
     ("/pause_generation", {"mode": "sometimes"}, "mode"),
