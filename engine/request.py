@@ -44,6 +44,8 @@ class Sample(Sequence):
         self.routed_experts: np.ndarray | None = None  # once finished, where they are asked for
         self.constraint: Constraint | None = None  # of structured_outputs, where the sample runs
         self.needs_tokens = request.params.structured_outputs is not None
+        if request.params.prompt_logprobs is not None and index == 0:
+            self.token_cost = 2  # a token of the prompt costs a row of logits, too
         self.reported = 0  # tokens, characters and end, as far as deltas have reported
         self.reported_chars = 0
         self.reported_end = False

@@ -30,7 +30,7 @@ class SchedulerStats:
 class Batch:
     """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on.
 
-    tokens_left, sequences_left: how many more it may have. split: a long prompt left tokens to other calls.
+    tokens_left, sequences_left: how many more it may have. split: a sequence got less than it wants.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Batch:
         assert 0 < tokens <= self.tokens_left, f"{seq} can't have {tokens} tokens"
         seq.num_scheduled_tokens = tokens
         self.sequences.append(seq)
-        self.tokens_left -= tokens
+        self.tokens_left = max(0, self.tokens_left - tokens * seq.token_cost)
         self.sequences_left -= 1
 
 
@@ -73,7 +73,8 @@ class Scheduler:
     dropped, recomputed later). Then waiting sequences are admitted, as long as sequences, tokens and blocks last: the
     first one of a call of which nothing runs may even preempt sequences that are not their call's first; the rest come
     in order of arrival. While several calls are there, what needs more tokens than a step has gets half of those that
-    are left, and later what nobody else wants. With one call all of this is first in, first out.
+    are left, and later what nobody else wants, up to half of a step: others wait for its end. With one call all of this
+    is first in, first out. A sequence whose prompt is scored counts twice (`token_cost`).
 
     Several steps may be under way at once: they are computed in the order in which they are scheduled, so KV counts as
     existing from then on. Only a sampled token is late. Its sequence waits (`batches_in_flight`, for pipelines, whose
@@ -206,19 +207,22 @@ class Scheduler:
     def _tokens_for(self, batch: Batch, seq: Sequence, start: int) -> int:
         """Tokens of a sequence, from `start` on, that a batch takes: a long prompt leaves some to other calls."""
         wanted = seq.num_tokens - start
-        if wanted <= self.max_num_batched_tokens or len(self.calls) == 1:
-            return min(wanted, batch.tokens_left)
-        batch.split = True
-        return max(1, (batch.tokens_left - len(self.running)) // 2)  # each of those that run may want one
+        room = batch.tokens_left
+        if seq.num_tokens * seq.token_cost > self.max_num_batched_tokens and len(self.calls) > 1:
+            room = (room - len(self.running)) // 2  # each of those that run may want one
+        tokens = min(wanted, max(1, room // seq.token_cost))
+        batch.split |= tokens < wanted
+        return tokens
 
     def _share_rest(self, batch: Batch) -> None:
-        """Give sequences that got a part of a step what nobody else wants of it."""
+        """Give sequences that got a part of a step what nobody else wants of it, up to half of a step."""
         for seq in batch.sequences:
-            tokens = min(seq.num_tokens - seq.num_cached_tokens, seq.num_scheduled_tokens + batch.tokens_left)
-            more = tokens - seq.num_scheduled_tokens
-            if more > 0 and self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
+            before = seq.num_scheduled_tokens * seq.token_cost
+            most = min(before + batch.tokens_left, self.max_num_batched_tokens // 2)
+            tokens = min(seq.num_tokens - seq.num_cached_tokens, most // seq.token_cost)
+            if tokens > seq.num_scheduled_tokens and self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 seq.num_scheduled_tokens = tokens
-                batch.tokens_left -= more
+                batch.tokens_left -= tokens * seq.token_cost - before
 
     def _waits(self, seq: Sequence) -> bool:
         """True if the token under way is the sequence's last one, or has to be known first."""

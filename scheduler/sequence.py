@@ -51,6 +51,7 @@ class Sequence:
         self.stale_kv = False  # older weights computed some of its KV: not to be shared
         self.siblings: list[Sequence] = []  # other samples of this prompt, started when its KV exists
         self.needs_tokens = False  # no step of it may be scheduled before its last token is known
+        self.token_cost = 1  # what each of its tokens takes of a step's budget
         self.random_key: Hashable = None  # sequences of equal keys draw by the same rule and the same random numbers
         self.draft: list[int] = []  # tokens after the last one, computed with it in case that they are sampled
         self.num_pending = 0  # tokens that steps under way sample; num_tokens counts them

@@ -671,13 +671,33 @@ def test_a_long_prompt_holds_no_other_calls_tokens_up():
     assert all(seq.num_completion_tokens == 20 for seq in seqs)
 
 
-def test_a_long_prompt_gets_all_that_nobody_else_wants():
-    driver = Driver(num_blocks=1024, max_num_batched_tokens=16)
+def test_a_long_prompt_gets_what_nobody_else_wants_up_to_half_of_a_step():
+    """The other call's tokens come sooner in short steps, and alone it has whole ones."""
+    driver = Driver(num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=16)
     long = driver.add(tokens(0, 200), max_tokens=1)
-    driver.add(tokens(1, 2), max_tokens=50)
+    driver.step()
+    short = driver.add(tokens(1, 2), max_tokens=4)
     for _ in range(5):
         driver.step()
-    assert driver.computed == [16] * 5 and long.num_cached_tokens == 80 - 2 - 4
+    assert short.status is SequenceStatus.FINISHED
+    assert driver.computed == [16, 10, 9, 9, 9, 16] and long.num_cached_tokens == 16 + 4 * 8 + 16
+    driver.add(tokens(2, 2), max_tokens=50, n=8)
+    driver.step()
+    driver.step()
+    assert driver.computed[-1] == 16, "more run than leave half of a step"
+
+
+def test_a_sequence_whose_tokens_cost_twice_as_much_gets_half_as_many():
+    driver = Driver(num_blocks=1024, max_num_batched_tokens=16)
+    scored = driver.add(tokens(0, 40), max_tokens=30, use_prefix_cache=False)
+    scored.token_cost = 2
+    driver.step()
+    plain = driver.add(tokens(1, 2), max_tokens=3)
+    for _ in range(3):
+        driver.step()
+    assert plain.status is SequenceStatus.FINISHED
+    assert driver.computed == [8, 4 + 2, 4 + 1, 4 + 1] and scored.num_cached_tokens == 20
+    driver.drain()
 
 
 def test_a_call_takes_a_place_only_from_those_that_are_not_the_first_of_theirs():
