@@ -1,6 +1,8 @@
 """Written settings have names that exist, what can't be parsed whole is refused, and each trainer's loss is ours."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,27 @@ def test_written_names_exist_in_the_stated_versions():
             assert set(config) <= MILES_2026_08
             seen.add(config.get("custom_tis_function_path"))
         assert seen == paths | {None}, "a path is never written: this case proves nothing"
+
+
+def test_every_option_is_in_a_case_recorded_from_the_trainers_own_code():
+    """Those cases are held against our translations in tests/correction/test_recorded.py."""
+    unused = {"use_vllm", "vllm_importance_sampling_cap"}  # always on; an older name
+    known = {"verl": VERL_091, "trl": TRL_116 - unused, "miles": MILES_2026_08, "slime": MILES_2026_08}
+    folder = Path(__file__).parents[1] / "correction" / "recorded"
+    configs = {
+        name: [c["config"] for c in json.loads((folder / f"{name}.json").read_text())["cases"]] for name in known
+    }
+    for name, options in known.items():
+        assert {option for config in configs[name] for option in config} == options
+    modes = {config.get("vllm_importance_sampling_mode") for config in configs["trl"]}
+    assert modes == {"token_truncate", "token_mask", "sequence_truncate", "sequence_mask"}
+    assert {gate for config in configs["verl"] for gate in (config.get("rollout_rs") or "").split(",")} - {""} == (
+        VERL_091_RS
+    )
+    assert {config.get("rollout_is") for config in configs["verl"]} == {None, "token", "sequence"}
+    for name in ("miles", "slime"):
+        assert {c["tis_mode"] for c in configs[name] if "tis_mode" in c} == {"truncate", "clip", "mask"}
+        assert {c["rs_level"] for c in configs[name] if c.get("use_rs")} == set(LEVELS)
 
 
 def combinations(**options):
