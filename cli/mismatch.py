@@ -173,11 +173,12 @@ def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int, rati
 
 
 def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> int:
-    """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's."""
+    """Rollouts of every prompt of a JSONL file, grouped by its line; their trainer's log-probs are the engine's. A seed
+    gives each prompt random numbers of its own: calibrate takes prompts for independent."""
     with prompts.open("rb") as file:
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
     params = replace(params, routed_experts=llm.engine.has_experts)
-    outputs = llm.generate(list(asked.values()), params)
+    outputs = llm.generate(list(asked.values()), params.per_prompt(len(asked)))
     contract = llm.contract  # None where the engine is not exact
     provenance = None if contract is None else provenance_of(llm.weight_checksums(), contract, params)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from .structured_outputs import StructuredOutputsParams
@@ -95,6 +96,15 @@ class SamplingParams:
     """A grammar that completions follow. What it forbids has probability 0, as with any other filter."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What `LLM.step` reports."""
+
+    def per_prompt(self, count: int) -> list[SamplingParams]:
+        """Parameters for each of `count` prompts, the seed, where there is one, another for each.
+
+        Requests with equal seeds share their random numbers: the k-th samples of all prompts depend on each other.
+        """
+        if self.seed is None:
+            return [self] * count
+        return [replace(self, seed=random.Random(f"{self.seed}/{i}").getrandbits(64)) for i in range(count)]
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)

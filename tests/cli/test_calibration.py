@@ -74,6 +74,20 @@ def changed(path, target, change):
     return target
 
 
+def test_prompts_share_no_random_numbers_with_a_seed(checkpoint, tmp_path):
+    """They are the units of every interval. Equal lines get samples of their own, the same again."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 2)
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22, skip_tokenizer_init=True)
+    outs = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for out in outs:
+        mismatch.write_exact(llm, prompts, out, PARAMS)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    first, second = ([r.token_ids.tolist() for r in read_rollouts(outs[0]) if r.group == name] for name in "12")
+    assert len(first) == len(second) == PARAMS.n
+    assert not any(a in second for a in first)
+
+
 def test_orders_and_parts_of_files_change_no_byte(files, plain, tmp_path):
     expected = facts(plain)
     shuffled, parts = tmp_path / "shuffled.jsonl", tmp_path / "parts"
