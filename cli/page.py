@@ -78,15 +78,15 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem }
 figure { margin: 0 } figure svg { width: 100%; max-width: 40rem; height: auto; color: var(--ink); display: block }
 .table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86rem }
 td, th { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }
-td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; padding-left: 0 }
+td:first-child, th:first-child { text-align: left; overflow-wrap: break-word; padding-left: 0 }
 tr:has(strong) { background: var(--box) }
 abbr { text-decoration: underline dotted var(--soft); cursor: help }
 pre { background: var(--code); padding: .7rem; overflow-x: auto; font-size: .84rem; border-radius: 4px;
   white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer; font-weight: 600; margin-top: 1.4rem } dt { font-weight: 600; margin-top: .5rem }
 dd { margin-left: 1rem } li { overflow-wrap: anywhere }
-@media (max-width: 30rem) { body { padding: 1rem .8rem } td, th { padding: .25rem; font-size: .72rem }
-  td:first-child, th:first-child { min-width: 6.6rem } .verdict ul { padding-left: 1rem } }
+@media (max-width: 30rem) { body { padding: 1rem .8rem } td, th { padding: .25rem .2rem; font-size: .69rem }
+  th { font-size: .6rem } .verdict, ul { padding-left: 1rem } .verdict ul { padding-left: .8rem } }
 @page wide { size: landscape }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --box: #f3f3f3;
   --accent: #064; --code: #f5f5f5 } h2, summary { break-after: avoid } section:has(figure), tr, .verdict {
@@ -112,7 +112,7 @@ def _section(part: Part) -> str:
     title = html.escape(part.title)
     if isinstance(part, Plot):
         return f"<section><h2>{title}</h2><figure role=img aria-label='{title}'>{_inline(part)}</figure></section>"
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(part.text)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(part.text).replace("@", "<wbr>@")
     body = re.sub(r"<th>(.*?)</th>", _explained, body)
     body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
     if part.verdict:

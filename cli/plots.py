@@ -9,7 +9,6 @@ from typing import Any
 
 from ..correction.calibration import Assessment, Calibration
 from ..correction.diagnose import predicted_chi2
-from ..correction.pruning import envelope
 from .mismatch import Report
 
 BY_STEP = (
@@ -43,12 +42,10 @@ def by_probability(found: Report, format: str = "png") -> bytes:
     edges = [tuple(map(float, row["bin"].split(" to "))) for row in rows]
     ax.bar(range(len(rows)), [row["mean_abs"] for row in rows], color=_OTHERS, label="measured")
     if found.summary["max_abs"]:
-        middles = _tensor([(low + high) / 2 for low, high in edges])
-        shape = envelope(middles, 0.5)
-        size = max(row["mean_abs"] for row in rows) / float(shape.max())
-        ax.plot(
-            range(len(rows)), (shape * size).tolist(), "o-", color=_CHOSEN, label="shape 1 - p of equal logit errors"
-        )
+        shape = [1 - (low + high) / 2 for low, high in edges]  # of `envelope`
+        size = max(row["mean_abs"] for row in rows) / max(shape)
+        envelope = [size * share for share in shape]
+        ax.plot(range(len(rows)), envelope, "o-", color=_CHOSEN, label="shape 1 - p of equal logit errors")
         _legend(ax)
     ax.set_xticks(range(len(rows)), [f"{high:g}" for _, high in edges], rotation=60)
     ax.set(xlabel="token probability, up to", ylabel="mean |d|, nats")
@@ -90,7 +87,9 @@ def directions(found: Calibration, format: str = "png") -> bytes:
     shown = shown_candidates(found)
     figure, ax = _rows(shown, found)
     for y, a in enumerate(shown):
-        if a.alignment is not None and a.alignment.direction_interval is not None:
+        if a.alignment is None or a.alignment.direction_interval is None:
+            ax.text(0, y, " lost in the noise", va="center", alpha=0.6, fontsize=8)
+        else:
             _interval(ax, y, a.alignment.direction or 0.0, a.alignment.direction_interval, _colour(a, found))
     ax.set_xlabel("direction bias, in lengths of the gradient")
     return _bytes(figure, format)
@@ -187,12 +186,6 @@ def _interval(ax: Any, y: float, value: float, interval: tuple[float, float], co
     low, high = interval
     ax.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="round")
     ax.plot([value], [y], "o", color=colour)
-
-
-def _tensor(values: list[float]) -> Any:
-    import torch
-
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _legend(ax: Any, above: bool = False, **how: Any) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from ..correction.calibration import Assessment
+from ..integrations.corrections import in_words
 from . import plots
 from .calibration import Calibrated
 from .mismatch import Report
@@ -51,7 +52,8 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
     """Make the report of a diagnosis. decode: token ids -> text. null: of exact rollouts, shown beside."""
     columns = {"": found} if null is None else {"engine": found, "exact engine": null}
     summaries = [r.summary for r in columns.values()]
-    rows = [[label, *(number(s[key]) for s in summaries)] for key, label in _HEADLINES.items()]
+    known = [key for key in _HEADLINES if any(s[key] is not None for s in summaries)]
+    rows = [[_HEADLINES[key], *(number(s[key]) for s in summaries)] for key in known]
     for q in found.summary["quantiles"]:
         rows.append([f"|d| at quantile {q}", *(number(s["quantiles"][q]) for s in summaries)])
     if found.trainer_gap is not None:
@@ -119,8 +121,8 @@ _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
     "candidate": lambda a: a.name,
     "expected cosine": lambda a: _interval(a.alignment.cosine, a.alignment.interval) if a.alignment else _lacking(a),
     "direction bias": lambda a: a.alignment and _bias(a.alignment.direction, a.alignment.direction_interval),
-    "sequences kept": lambda a: 1 - a.metrics["rejected_sequences"],
-    "intervention": lambda a: a.intervention,
+    "sequences kept": lambda a: f"{1 - a.metrics['rejected_sequences']:.1%}",
+    "intervention": lambda a: f"{a.intervention:.1%}",
     "ESS / n": lambda a: a.metrics["ess_sequence"],
     "scale": lambda a: a.alignment and a.alignment.scale,
     "noise / signal": lambda a: a.alignment and a.alignment.noise,
@@ -136,7 +138,6 @@ _COLUMNS: dict[str, Callable[[Assessment], Any]] = {
     "C(r), A < 0": lambda a: a.contribution_means[1],
 }
 _BRIEF = 5  # columns of the first table
-_BEST = 12  # rows of it
 
 
 def calibration(found: Calibrated, snippets: dict[str, str]) -> list[Part]:
@@ -180,13 +181,16 @@ def _verdict(found: Calibrated) -> str:
     lines = [f"{reason}."]
     if verdict.any_of:
         lines.append(f"Any of these will do, the data can't tell which: {', '.join(verdict.any_of)}.")
+    for name in verdict.any_of or [a.name for a in result.assessments if a.name == verdict.recommended]:
+        lines.append(f"{name} {in_words(found.candidates[name])}.")
     chosen = next((a for a in result.assessments if a.name == verdict.recommended), None)
     if chosen is not None and chosen.alignment is not None:
         low, high = (min(1.0, v) for v in chosen.alignment.interval)
         lines.append(f"How sure: the cosine lies between {low:.3f} and {high:.3f} (95 % interval).")
     if result.null is not None:
-        lines.append(f"Exact rollouts themselves reach {_interval(result.null.cosine, result.null.interval)}.")
-    if verdict.needed_sequences:
+        most = _interval(result.null.cosine, result.null.interval)
+        lines.append(f"The most that a correction can reach, as exact rollouts themselves do: {most}.")
+    if verdict.needed_sequences and verdict.recommended:  # else the reason says it
         lines.append(
             f"Surer: about {verdict.needed_sequences:,} sequences of each kind, better more prompts than more samples."
         )

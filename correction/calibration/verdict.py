@@ -118,8 +118,8 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     alike = [name[first], *(name[k] for k in same if k != first and (picks == k).double().mean() > _CHANCE)]
     reason = (
         f"in batches of {limits.batch_size} sequences, the update of {name[first]} has an expected cosine of "
-        f"{min(1.0, float(cosines[first])):.3f} with the exact gradient, within {margin:g} of the best ({name[best]}), "
-        f"and it changes the coefficients least ({assessments[known[first]].intervention:.1%})"
+        f"{min(1.0, float(cosines[first])):.3f} with the exact gradient (1 is perfect), within {margin:g} of the best "
+        f"({name[best]}), and it changes the coefficients least ({assessments[known[first]].intervention:.1%})"
     )
     if out := [name[k] for k in level if k not in order]:
         reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"

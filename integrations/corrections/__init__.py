@@ -8,7 +8,7 @@ what they return notes the framework's own. All raise ValueError for unknown set
 from .areal import from_areal
 from .common import Translated
 from .miles import from_miles, from_slime, to_miles, to_slime
-from .plain import from_plain
+from .plain import from_plain, in_words
 from .prime_rl import from_prime_rl
 from .skyrl import from_skyrl
 from .trl import from_trl, to_trl
@@ -24,6 +24,7 @@ __all__ = [
     "from_slime",
     "from_trl",
     "from_verl",
+    "in_words",
     "to_miles",
     "to_slime",
     "to_trl",

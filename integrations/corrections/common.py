@@ -84,8 +84,3 @@ def translated(
     correction = Correction(weight, tuple(gates), "kept" if kept else "original")
     notes = {f"The loss is kind={kind!r} of policy_loss.": kind != "ppo", **notes}
     return Translated(mode, correction, tuple(note for note, applies in notes.items() if applies))
-
-
-def plain(gate: Gate) -> bool:
-    """True if the gate has two bounds or one, on any side: what most trainers know."""
-    return gate.side == "any" and not gate.average

@@ -1,4 +1,4 @@
-"""Corrections as plain data: what a JSON file can hold."""
+"""Corrections as plain data, which a JSON file can hold, and in words."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def from_plain(settings: Mapping[str, Any]) -> Correction:
         return preset(settings["preset"], **{name: value for name, value in settings.items() if name != "preset"})
     if unknown := set(settings) - {"weight", "gates", "denominator"}:
         raise ValueError(f"unknown {', '.join(sorted(unknown))}; known are preset, weight, gates, denominator")
-    weight = settings.get("weight")
-    denominator = settings.get("denominator", "original")
     gates = tuple(_action(Gate, fields) for fields in settings.get("gates", ()))
-    return Correction(None if weight is None else _action(Weight, weight), gates, denominator)
+    weight = None if settings.get("weight") is None else _action(Weight, settings["weight"])
+    return Correction(weight, gates, settings.get("denominator", "original"))
 
 
 def _action(kind: Any, fields: Mapping[str, Any]) -> Any:
@@ -32,3 +31,20 @@ def _action(kind: Any, fields: Mapping[str, Any]) -> Any:
         raise TypeError(f"a {kind.__name__.lower()} is an object, not {fields!r}")
     statistic = Statistic(**{name: fields[name] for name in _OF_STATISTIC if name in fields})
     return kind(statistic, **{name: value for name, value in fields.items() if name not in _OF_STATISTIC})
+
+
+def in_words(correction: Correction) -> str:
+    """What a correction does to a loss, for those who don't know its name."""
+    said = []
+    if weight := correction.weight:
+        whose = {"token": "its", "sum": "its sequence's", "mean": "its sequence's mean"}[weight.statistic.aggregate]
+        beyond = {"clip": "cut at", "zero": "0 beyond", "keep": "counted beyond"}[weight.outside]
+        ends = " and ".join(f"{bound:.4g}" for bound in (weight.low, weight.high) if bound) or "no bound"
+        said.append(f"multiplies a token's loss by {whose} probability ratio {weight.statistic.ratio}, {beyond} {ends}")
+    for gate in correction.gates:
+        of = gate.statistic
+        what, how = ("tokens", "") if of.per_token else ("sequences", f"{of.aggregate} of ")
+        ends = " or ".join(f"{sign} {b:.4g}" for sign, b in (("<", gate.low), (">", gate.high)) if b is not None)
+        side = {"any": "", "negative": " and A < 0", "outward": " on A's side"}[gate.side]
+        said.append(f"drops {what} where the {how}{of.kernel} of {of.ratio} is {ends}{side}")
+    return ", and ".join(said) or "leaves the loss as it is"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...correction.actions import TIM, Gate, Weight, preset
-from ...correction.statistics import Ratio, Statistic
+from ...correction.statistics import Statistic
 from .common import LEVELS, Translated, choose, gates_on_ratio, settings_of, translated
 
 _ALGORITHM: dict[str, Any] = {"off_policy_correction": {}, "policy_loss_type": "regular", "dppo": {}}
@@ -45,10 +45,9 @@ def from_skyrl(config: Mapping[str, Any]) -> Translated:
         name = choose("dppo_type", d.dppo_type, {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"})
         gates += preset(name, low=d.delta_low, high=d.delta_high).gates
     if bypass:
-        ratio: Ratio = "current/rollout"
         if weight is not None:
             raise ValueError(f"{c.policy_loss_type} already has the ratio current/rollout: leave tis_ratio_type out")
-        weight = Weight(Statistic(ratio))
+        weight = Weight(Statistic("current/rollout"))
     notes = {
         "rollout_is: its bounds are those of policy_loss's clip, as Weight(low, high, 'zero').": (
             c.policy_loss_type == "rollout_is"

@@ -21,7 +21,6 @@ from .common import (
     gates_on_ratio,
     name_of,
     open_bounds,
-    plain,
     ratio_bounds,
     settings_of,
     translated,
@@ -118,7 +117,7 @@ def to_verl(mode: Mode, correction: Correction) -> dict[str, Any]:
     for gate in correction.gates:
         bounds = ratio_bounds(gate)
         name = name_of(("k1" if bounds else gate.statistic.kernel, gate.statistic.aggregate), _VERL_GATES)
-        if name is None or name in options or not plain(gate) or {LOW, HIGH} & set(bounds or ()):
+        if name is None or name in options or gate.side != "any" or gate.average or {LOW, HIGH} & set(bounds or ()):
             cannot("verl", gate)
         options[name] = f"{gate.high:.12g}" if bounds is None else f"{bounds[0]:.12g}_{bounds[1]:.12g}"
     if options:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samebits.correction import (
+    PRESETS,
     Correction,
     LogProbs,
     Statistic,
@@ -19,7 +20,7 @@ from samebits.correction import (
     replay_mask,
 )
 from samebits.correction.losses import check_combination
-from samebits.integrations.corrections import from_plain
+from samebits.integrations.corrections import from_plain, in_words
 
 F64 = torch.float64
 
@@ -239,3 +240,27 @@ def test_corrections_are_read_from_plain_data():
         with pytest.raises(ValueError, match=message):
             from_plain(wrong)
     assert math.isclose(preset("veto_probability", low=1e-6).gates[0].low, math.log(1e-6))
+
+
+def test_a_correction_is_told_in_words():
+    """Each part of it: ratio, bounds, what becomes of those beyond, and what is dropped on which side."""
+    for correction, words in (
+        (preset("none"), "leaves the loss as it is"),
+        (preset("token_tis"), "multiplies a token's loss by its probability ratio old/rollout, cut at 2"),
+        (
+            preset("sequence_mis", low=0.5),
+            "multiplies a token's loss by its sequence's probability ratio old/rollout, 0 beyond 0.5 and 3",
+        ),
+        (
+            preset("tis_srs_k3_corr"),
+            "multiplies a token's loss by its probability ratio old/rollout, cut at 2, and drops sequences where the "
+            "mean of k3 of old/rollout is > 0.001",
+        ),
+        (preset("dppo_tv"), "drops tokens where the tv of current/rollout is < -0.2 or > 0.2 on A's side"),
+        (
+            preset("opsm", ratio="current/old"),
+            "drops sequences where the mean of k1 of current/old is > 0.0001 and A < 0",
+        ),
+    ):
+        assert in_words(correction) == words
+    assert len({in_words(preset(n, **({"ratio": "current/old"} if n == "opsm" else {}))) for n in PRESETS}) > 20
