@@ -1,8 +1,8 @@
 """Diagnose and calibrate, end to end: SmolLM2 trained in fp32 on the rollouts of a foreign engine.
 
-The engine is one with int8 weights (each matrix rounded to 255 steps of one size), HF `generate` in bf16, or vLLM in
-bf16. Writes rollouts.jsonl, exact.jsonl, diagnosis.html, calibration.html, calibration.json and report.md with its
-pictures into a folder. Rollouts that are there already are used again.
+The engine is one with int8 or fp8 (e4m3) weights, one scale for each matrix, HF `generate` in bf16, or vLLM in bf16.
+The task: is a thing alive, yes or no? Writes rollouts.jsonl, exact.jsonl, diagnosis.html, calibration.html,
+calibration.json and report.md with its pictures into a folder. Rollouts that are there already are used again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import argparse
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,15 @@ from samebits.model.checkpoint import resolve
 from samebits.trainer import exact_model
 
 ADJECTIVES = "old quiet red small tired bright cold wild lost happy broken gentle strange young heavy empty"
-NOUNS = "river mountain teacher garden winter song horse letter window soldier bakery storm bridge kitten"
+ALIVE = "teacher horse soldier kitten cat dog farmer doctor nurse wolf eagle mouse queen king baby sailor"
+LIFELESS = "river mountain song letter window bakery storm bridge stone chair lamp cloud spoon road coin"
+QUESTION = re.compile(r"Is the \w+ (\w+) a living being")
 
 
 def prompts_of(tokenizer, count: int) -> list[list[int]]:
-    pairs = list(itertools.product(ADJECTIVES.split(), NOUNS.split()))
+    pairs = list(itertools.product(ADJECTIVES.split(), (*ALIVE.split(), *LIFELESS.split())))
     random.Random(0).shuffle(pairs)
-    asked = [f"Write one short sentence about the {adjective} {noun}." for adjective, noun in pairs[:count]]
+    asked = [f"Is the {adjective} {noun} a living being? Answer yes or no." for adjective, noun in pairs[:count]]
     return [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
         for text in asked
@@ -44,12 +47,12 @@ def prompts_of(tokenizer, count: int) -> list[list[int]]:
 
 
 def rewarded(rollouts: Iterable[Rollout], tokenizer) -> Iterator[Rollout]:
-    """Reward 1 for an answer that names its thing within the limit."""
+    """Reward 1 for an answer whose first yes or no is right."""
     for rollout in rollouts:
-        assert rollout.prompt_token_ids is not None
-        asked = tokenizer.decode(rollout.prompt_token_ids)
-        thing = next(noun for noun in NOUNS.split() if f" {noun}." in asked)
-        rollout.reward = float(thing in tokenizer.decode(rollout.token_ids).lower())
+        asked = QUESTION.search(tokenizer.decode(rollout.prompt_token_ids))
+        answer = re.search(r"\b(yes|no)\b", tokenizer.decode(rollout.token_ids).lower())
+        right = "yes" if asked[1] in ALIVE.split() else "no"
+        rollout.reward = float(answer is not None and answer[1] == right)
         yield rollout
 
 
@@ -88,13 +91,24 @@ def hf_rollouts(path: Path, tokenizer, prompts: list[list[int]], n: int, max_tok
             )
 
 
-def int8_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int, bits: int = 8) -> Iterator[Rollout]:
-    """From weights that were rounded to integers times one size per matrix, as a quantised engine has them."""
+def in_fp8(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def in_int8(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().max() / 127
+    return (weight / scale).round() * scale
+
+
+def rounded_rollouts(
+    rounded: Callable[[torch.Tensor], torch.Tensor], path: Path, prompts: list[list[int]], n: int, max_tokens: int
+) -> Iterator[Rollout]:
+    """From weights that were rounded as a quantised engine's are: all linear layers but lm_head."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and "embed" not in name:
-            step = weight.detach().abs().max() / (2 ** (bits - 1) - 1)
-            weight.detach().copy_((weight / step).round() * step)
+            weight.detach().copy_(rounded(weight.detach()))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(path).save_pretrained(folder)
@@ -110,7 +124,7 @@ def exact_rollouts(path: Path, prompts: list[list[int]], n: int, max_tokens: int
 def sampled(llm: LLM, prompts: list[list[int]], n: int, max_tokens: int, seed: int) -> Iterator[Rollout]:
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed)
     made = provenance_of(llm.weight_checksums(), llm.contract, params)
-    for group, output in enumerate(llm.generate(prompts, params)):
+    for group, output in enumerate(llm.generate(prompts, params.per_prompt(len(prompts)))):
         for c in output.completions:
             values = np.array(c.logprobs)
             yield Rollout(
@@ -141,7 +155,11 @@ def write_report(
     for part in (*first, *second):
         if isinstance(part, report.Plot):
             (out / f"{part.name}.png").write_bytes(part.draw("png"))
-    text = f"## Diagnosis\n\n{report.markdown(first)}\n## Calibration\n\n{report.markdown(second)}"
+    measured, advised = (
+        report.markdown([part for part in parts if isinstance(part, report.Plot) or not part.detail])
+        for parts in (first, second)
+    )
+    text = f"## Diagnosis\n\n{measured}\n## Calibration\n\n{advised}"
     (out / "report.md").write_text(text)
     return text
 
@@ -149,13 +167,13 @@ def write_report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="checkpoint directory, hub id or smollm2")
-    parser.add_argument("--engine", choices=("int8", "hf", "vllm"), default="int8")
+    parser.add_argument("--engine", choices=("int8", "fp8", "hf", "vllm"), default="int8")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for --engine vllm")
-    parser.add_argument("--batch-size", type=int, default=256, help="sequences in a training batch")
+    parser.add_argument("--batch-size", type=int, default=4096, help="sequences in a training batch")
     parser.add_argument("--margin", type=float, default=0.01, help="difference of cosines that is none in practice")
-    parser.add_argument("--prompts", type=int, default=112, help="at most 224")
+    parser.add_argument("--prompts", type=int, default=320, help="at most 496")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
     args = parser.parse_args()
     path = resolve(args.model)
@@ -166,7 +184,8 @@ def main() -> None:
     if args.engine == "vllm" and not args.vllm_python:
         parser.error("--engine vllm needs --vllm-python")
     made = {
-        "int8": ("int8 weights", lambda: int8_rollouts(path, *sizes)),
+        "fp8": ("fp8 weights", lambda: rounded_rollouts(in_fp8, path, *sizes)),
+        "int8": ("int8 weights", lambda: rounded_rollouts(in_int8, path, *sizes)),
         "hf": ("HF generate in bf16", lambda: hf_rollouts(path, tokenizer, *sizes)),
         "vllm": ("vLLM in bf16", lambda: vllm_rollouts(args.vllm_python, path, *sizes)),
     }
