@@ -85,15 +85,15 @@ HeadNorms = tuple[tuple[Tensor, float], tuple[Tensor, float]]  # weight [D] and 
 
 
 class LayerParts(NamedTuple):
-    """What a gated decoder layer of the usual kind computes with.
+    """What a gated decoder layer of the usual kind computes with beside its weights: tensors as `storage` gives them.
 
-    linears: q, k, v, o, gate, up, down, each as `linear_packed` takes it. Norms: weight [hidden] and eps; the middle
-    one's input is the sum after attention, the following one's that after the layer. scale, window: see `attention`.
+    biases: of q, k, v, o, gate, up, down, fp32, or None. Norms: weight [hidden] and eps; the middle one's input is the
+    sum after attention, the following one's that after the layer. scale, window: see `attention`.
     """
 
-    linears: list[tuple[Any, int, Tensor | None]]
-    middle_norm: tuple[Tensor, float]
-    following_norm: tuple[Tensor, float] | None
+    biases: list[Any]
+    middle_norm: tuple[Any, float]
+    following_norm: tuple[Any, float] | None
     activation: str
     scale: float
     window: int
@@ -106,6 +106,7 @@ class DecoderLayer(Protocol):
         self,
         x: Tensor,
         normed: Tensor,
+        weights: list[Any],
         parts: LayerParts,
         tables: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
@@ -113,8 +114,9 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output and the following norm's, if there is one, [rows, hidden] in x's dtype.
 
-        x, normed [rows, hidden]: the residual stream and its norm, up to LAYER_ROWS rows; tables: cos and sin [rows,
-        D], in x's dtype; cache: keys and values of the layer, where the rows' own go to the layout's slots.
+        x, normed [rows, hidden]: the residual stream and its norm, up to LAYER_ROWS rows; weights: of q, k, v, o, gate,
+        up, down, the `storage` of panels from `pack`; tables: cos and sin [rows, D], in x's dtype; cache: keys and
+        values of the layer, where the rows' own go to the layout's slots.
         """
 
 

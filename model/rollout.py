@@ -20,6 +20,7 @@ from .coverage import UnderMode
 from .exact import is_exact
 from .experts import is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
+from .places import Places
 from .roles import ExactMLP, ExactRMSNorm
 from .routing import hand_over, routers
 from .selfcheck import SelfCheck
@@ -127,18 +128,42 @@ def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
     return norm.weight.detach(), norm.variance_epsilon
 
 
-def _linears(attention: Any, mlp: Any) -> list[tuple[Any, int, Tensor | None]] | None:
-    """Return a layer's products as kernels take them; None if one is of another kind, is watched or has an adapter."""
-    found = []
-    of_attention = (attention._modules[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    of_mlp = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
-    for linear in (*of_attention, *of_mlp):
-        own = type(linear) is ExactLinear and linear.packed is not None and linear.low_rank is None
-        if not own or not _unobserved(linear):
-            return None
-        bias = linear._parameters["bias"]
-        found.append((linear.packed.memory, linear.packed.features, None if bias is None else bias.detach()))
-    return found
+class _ReadLayer(NamedTuple):
+    """What one launch of a layer takes: the linears, whose packed weights come and go, and the rest."""
+
+    places: Places
+    linears: list[ExactLinear]
+    parts: LayerParts
+
+
+def _read_layer(layer: Any) -> _ReadLayer | None:
+    """Return what one launch of the layer takes; None where it needs several."""
+    places = Places()
+    attention, mlp = places.module(layer, "self_attn"), places.module(layer, "mlp")
+    norms = [places.module(layer, "post_attention_layernorm")]
+    if following := places.attribute(vars(layer), "following"):
+        norms.append(places.module(*following))
+    if type(mlp) is not ExactMLP or not isinstance(attention, FusedAttention) or "q_norm" in attention._modules:
+        return None
+    linears = [places.module(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linears += [places.module(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if any(type(linear) is not ExactLinear or linear.packed is None for linear in linears):
+        return None
+    adapted = any(places.attribute(vars(linear), "low_rank") is not None for linear in linears)
+    if adapted or not all(isinstance(norm, FusedNorm) for norm in norms) or not places.unchanged():
+        return None
+    storage = ops.backend(norms[0].weight.device).storage
+    biases = [places.parameter(linear, "bias") for linear in linears]
+    middle, *after = [(storage(places.parameter(norm, "weight")), norm.variance_epsilon) for norm in norms]
+    parts = LayerParts(
+        [None if bias is None else storage(bias.float()) for bias in biases],
+        middle,
+        after[0] if after else None,
+        mlp.activation,
+        attention.observed.scaling,
+        attention.observed.window,
+    )
+    return _ReadLayer(places, linears, parts)
 
 
 class FusedLayer(nn.Module):
@@ -148,46 +173,30 @@ class FusedLayer(nn.Module):
     """
 
     following: tuple[nn.Module, str] | tuple[()] = ()
+    _last_read: _ReadLayer | None = None
 
     def forward(self, hidden_states: Tensor | Residual, **kwargs) -> Tensor | Residual:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
         hand_over(self, kwargs)
-        parts = self._parts(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
-        if parts is not None:
-            return self._launch(hidden_states, parts, **kwargs)
+        read = self._read(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
+        if read is not None:
+            return self._launch(hidden_states, read, **kwargs)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         update = module.mlp(module.post_attention_layernorm(hidden_states))
         return add(hidden_states, update, getattr(*self.following) if self.following else None)
 
-    def _parts(self, total: Tensor) -> LayerParts | None:
-        """Return what one launch computes with; None where the layer needs several.
-
-        Read anew at each call: weights, adapters and hooks come and go.
-        """
+    def _read(self, total: Tensor) -> _ReadLayer | None:
+        """Return what one launch takes; None where the layer needs several."""
         if total.shape[-2] > ops.backend(total.device).LAYER_ROWS:
             return None
-        names = "self_attn", "mlp", "post_attention_layernorm"
-        attention: Any
-        mlp: Any
-        norm: Any
-        attention, mlp, norm = (self._modules.get(name) for name in names)
-        following = getattr(*self.following) if self.following else None
-        kinds = type(mlp) is ExactMLP and isinstance(attention, FusedAttention) and isinstance(norm, FusedNorm)
-        if not kinds or "q_norm" in attention._modules or not _unobserved(attention, mlp, norm):
-            return None
-        if following is not None and not (isinstance(following, FusedNorm) and _unobserved(following)):
-            return None
-        linears = _linears(attention, mlp)
-        if linears is None:
-            return None
-        call = attention.observed
-        after = None if following is None else _weight_and_eps(following)
-        return LayerParts(linears, _weight_and_eps(norm), after, mlp.activation, call.scaling, call.window)
+        if self._last_read is None or not self._last_read.places.unchanged():
+            self._last_read = _read_layer(self)
+        return self._last_read
 
     def _launch(
-        self, x: Tensor | Residual, parts: LayerParts, position_embeddings=None, layout=None, kv_caches=None, **kwargs
+        self, x: Tensor | Residual, read: _ReadLayer, position_embeddings=None, layout=None, kv_caches=None, **kwargs
     ) -> Tensor | Residual:
         """Return the layer's output, with its norm where that follows here, by one launch."""
         module: Any = self
@@ -195,7 +204,8 @@ class FusedLayer(nn.Module):
         rows = total.view(-1, total.shape[-1]), normed.view(-1, total.shape[-1])
         tables = position_embeddings[0][0], position_embeddings[1][0]
         launch: Any = ops.backend(total.device).decoder_layer
-        out, after = launch(*rows, parts, tables, kv_caches[module.self_attn.layer_idx], layout)
+        weights = [linear.packed.memory for linear in read.linears]  # type: ignore[union-attr]
+        out, after = launch(*rows, weights, read.parts, tables, kv_caches[module.self_attn.layer_idx], layout)
         return out.view(total.shape) if after is None else Residual(out.view(total.shape), after.view(total.shape))
 
 

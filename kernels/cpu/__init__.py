@@ -85,9 +85,9 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
     row: tuple = one, np.zeros(1, np.int64), one, one * 0, np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     weight = storage(pack(stored)), 1, None
-    square = storage(pack(stored.expand(16, 16))), 16, None
     norm = stored[0], 1e-5
-    parts = LayerParts([square] * 7, norm, norm, "silu", 1.0, 0)
+    weights = [storage(pack(stored.expand(16, 16)))] * 7
+    parts = LayerParts([None] * 7, *[(storage(stored[0]), 1e-5)] * 2, "silu", 1.0, 0)
     calls = (
         lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
@@ -97,7 +97,7 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: place_heads(kv, kv, kv, (norm, norm), (stored, stored), layout, cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
-        lambda: decoder_layer(stored, stored, parts, (stored, stored), cache, layout),
+        lambda: decoder_layer(stored, stored, weights, parts, (stored, stored), cache, layout),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
         *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
         *[lambda: _warm_up_experts(dtype)] * experts,

@@ -13,7 +13,7 @@ from ..backend import LayerParts
 from ..layout import PagedLayout
 from .attention import attend, write_token
 from .elementwise import ACTIVATIONS, add_row, gated_products, narrow_row, norm_row, turn, widen_row
-from .jit import inline, own_storage, parallel, storage
+from .jit import inline, own_storage, parallel
 from .linear import packed_product, packed_products
 from .simd import narrow, widen
 
@@ -151,6 +151,7 @@ def _decoder_layer(
 def decoder_layer(
     x: torch.Tensor,
     normed: torch.Tensor,
+    weights: list[np.ndarray],
     parts: LayerParts,
     tables: tuple[torch.Tensor, torch.Tensor],
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -158,15 +159,14 @@ def decoder_layer(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the layer's output and its following norm, [rows, hidden] in x's dtype; see `DecoderLayer`."""
     total, out = torch.empty_like(x), torch.empty_like(x)
-    panels = [memory for memory, _, _ in parts.linears]
-    biases = [_NO_BIAS if bias is None else own_storage(bias.float()) for _, _, bias in parts.linears]
+    biases = [_NO_BIAS if bias is None else bias for bias in parts.biases]
     (middle, middle_eps), following = parts.middle_norm, parts.following_norm
-    last = storage(middle[:0]) if following is None else storage(following[0])
-    norms = storage(middle), middle_eps, last, 0.0 if following is None else following[1]
+    last, last_eps = (middle[:0], 0.0) if following is None else following
     where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
     _decoder_layer(
-        own_storage(x.contiguous()), own_storage(normed.contiguous()), *panels, *biases, *norms,
-        ACTIVATIONS.index(parts.activation), *[own_storage(t.contiguous()) for t in (*tables, *cache)], *where,
+        own_storage(x.contiguous()), own_storage(normed.contiguous()), *weights, *biases,
+        middle, middle_eps, last, last_eps, ACTIVATIONS.index(parts.activation),
+        *[own_storage(t.contiguous()) for t in (*tables, *cache)], *where,
         parts.scale, parts.window, torch.get_num_threads(), own_storage(total), own_storage(out),
     )  # fmt: skip
     return total, None if following is None else out

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams
 from samebits.kernels import cpu
@@ -60,7 +61,7 @@ def test_a_hook_sees_its_module_and_the_others_keep_their_launches(checkpoint, l
     assert generate(llm) == expected and seen
     assert len(launches) - before == len(seen) * (len(layers) - 1)
     handle.remove()
-    assert layers[0]._parts(torch.zeros(1, 2, 8)) is not None
+    assert layers[0]._read(torch.zeros(1, 2, 8)) is not None
 
 
 def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, monkeypatch):
@@ -79,3 +80,32 @@ def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, monkeyp
     assert calls
     calls.clear()
     assert generate(llm) == expected and not calls
+
+
+@pytest.mark.parametrize("part", ["bias", "layernorm.weight", "model.norm.weight", "proj.weight"])
+def test_a_launch_follows_an_update_of_what_it_was_read_from(checkpoint, part, launches, monkeypatch):
+    path = checkpoint("qwen2")
+    llm = LLM(path, kv_cache_memory_bytes=2**22)
+    before = generate(llm)
+    state = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    llm.update_weights((name, tensor + 0.1 if name.endswith(part) else tensor) for name, tensor in state.items())
+    launches.clear()
+    found = generate(llm)
+    assert launches and found != before
+    llm.reset_prefix_cache()
+    monkeypatch.setattr(cpu, "LAYER_ROWS", 0)
+    assert generate(llm) == found
+
+
+def test_a_launch_follows_a_module_that_takes_another_s_place(checkpoint, launches):
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
+    expected = generate(llm)
+    mlp = layers_of(llm)[0].mlp
+    own = mlp.up_proj
+    mlp.up_proj = torch.nn.Sequential(own)
+    llm.reset_prefix_cache()
+    launches.clear()
+    assert generate(llm) == expected
+    assert len(launches) % (len(layers_of(llm)) - 1) == 0 and launches
+    mlp.up_proj = own
+    assert layers_of(llm)[0]._read(torch.zeros(1, 2, 8)) is not None

@@ -1,0 +1,46 @@
+"""Where something was read of a model's modules, so that it need not be read again before it has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Places:
+    """Notes where its methods find what they return, for `unchanged` to look there again."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[dict[str, Any], str, Any]] = []
+        self._addresses: list[tuple[Tensor, int]] = []
+        self._hooks: list[dict[int, Any]] = []
+
+    def attribute(self, names: Any, name: str) -> Any:
+        """Return what a namespace, such as a module's `__dict__`, has under a name, or None."""
+        found = names.get(name)
+        self._found.append((names, name, found))
+        return found
+
+    def module(self, parent: nn.Module, name: str) -> Any:
+        """Return a submodule, or None."""
+        found = self.attribute(parent._modules, name)
+        if found is not None:
+            self._hooks += [found._forward_hooks, found._forward_pre_hooks]
+        return found
+
+    def parameter(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return a parameter, detached, or None."""
+        found = self.attribute(module._parameters, name)
+        if found is None:
+            return None
+        self._addresses.append((found, found.data_ptr()))  # an update replaces its memory
+        return found.detach()
+
+    def unchanged(self) -> bool:
+        """True if all is where it was found, and no module has a hook."""
+        if any(self._hooks):
+            return False
+        for names, name, found in self._found:
+            if names.get(name) is not found:
+                return False
+        return all(tensor.data_ptr() == address for tensor, address in self._addresses)
