@@ -28,7 +28,7 @@ class Places:
             self._hooks += [found._forward_hooks, found._forward_pre_hooks]
         return found
 
-    def parameter(self, module: nn.Module, name: str) -> Tensor | None:
+    def parameter(self, module: nn.Module, name: str) -> Any:
         """Return a parameter, detached, or None."""
         found = self.attribute(module._parameters, name)
         if found is None:

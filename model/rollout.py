@@ -154,15 +154,10 @@ def _read_layer(layer: Any) -> _ReadLayer | None:
         return None
     storage = ops.backend(norms[0].weight.device).storage
     biases = [places.parameter(linear, "bias") for linear in linears]
+    wide = [None if bias is None else storage(bias.float()) for bias in biases]
     middle, *after = [(storage(places.parameter(norm, "weight")), norm.variance_epsilon) for norm in norms]
-    parts = LayerParts(
-        [None if bias is None else storage(bias.float()) for bias in biases],
-        middle,
-        after[0] if after else None,
-        mlp.activation,
-        attention.observed.scaling,
-        attention.observed.window,
-    )
+    call = attention.observed
+    parts = LayerParts(wide, middle, after[0] if after else None, mlp.activation, call.scaling, call.window)
     return _ReadLayer(places, linears, parts)
 
 

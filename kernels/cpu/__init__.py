@@ -87,7 +87,8 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
     weight = storage(pack(stored)), 1, None
     norm = stored[0], 1e-5
     weights = [storage(pack(stored.expand(16, 16)))] * 7
-    parts = LayerParts([None] * 7, *[(storage(stored[0]), 1e-5)] * 2, "silu", 1.0, 0)
+    of_layer = storage(stored[0]), 1e-5
+    parts = LayerParts([None] * 7, of_layer, of_layer, "silu", 1.0, 0)
     calls = (
         lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
