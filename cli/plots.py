@@ -74,7 +74,7 @@ def cosines(found: Calibration, format: str = "png") -> bytes:
     figure, ax = _rows(shown, found)
     for y, a in enumerate(shown):
         if a.alignment is not None:
-            _interval(ax, y, a.alignment.cosine, a.alignment.interval, _colour(a, found))
+            _interval(ax, y, a.alignment.cosine, a.alignment.interval, _colour(a, found), most=1.0)
     if found.null is not None:
         ax.axvspan(*found.null.interval, color="#888888", alpha=0.25, label="exact rollouts themselves", linewidth=0)
         _legend(ax, above=True)
@@ -182,8 +182,8 @@ def _rows(shown: list[Assessment], found: Calibration) -> tuple[Any, Any]:
     return figure, ax
 
 
-def _interval(ax: Any, y: float, value: float, interval: tuple[float, float], colour: str) -> None:
-    low, high = interval
+def _interval(ax: Any, y: float, value: float, ends: tuple[float, float], colour: str, most: float = 1e9) -> None:
+    value, low, high = (min(v, most) for v in (value, *ends))
     ax.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="round")
     ax.plot([value], [y], "o", color=colour)
 
