@@ -21,12 +21,12 @@ from samebits.integrations import corrections
 from samebits.integrations.rollouts import RolloutFormatError, read_rollouts, write_rollouts
 from samebits.trainer import exact_model
 
-PARAMS = SamplingParams(n=6, temperature=0.8, max_tokens=8, seed=3)
+PARAMS = SamplingParams(n=6, temperature=0.8, max_tokens=8, seed=5)  # draws whose mean gradient stands out of its noise
 
 
 @pytest.fixture(scope="module")
 def files(checkpoint, tmp_path_factory):
-    """(model, a noisy engine's file, an exact reference): 12 prompts, 6 samples each, rewards by token."""
+    """(model, a noisy engine's file, an exact reference): 12 prompts, 6 samples each, rewards: the odd tokens."""
     folder = tmp_path_factory.mktemp("files")
     prompts, exact, noisy = (folder / f"{name}.jsonl" for name in ("prompts", "exact", "noisy"))
     prompts.write_text("".join(json.dumps({"prompt_token_ids": [5 + i, 6, 7]}) + "\n" for i in range(12)))
@@ -39,7 +39,7 @@ def files(checkpoint, tmp_path_factory):
     for source, target in ((exact, exact), (again, noisy)):
         rollouts = list(read_rollouts(source))
         for r in rollouts:
-            r.reward = float(r.token_ids.sum() % 7)
+            r.reward = float((r.token_ids % 2).mean())
             if target is noisy:
                 r.rollout = np.minimum(r.rollout + 0.1 * rng.normal(size=len(r.rollout)), 0)
                 r.old = r.provenance = None
