@@ -208,7 +208,8 @@ class Scheduler:
         """Tokens of a sequence, from `start` on, that a batch takes: a long prompt leaves some to other calls."""
         wanted = seq.num_tokens - start
         room = batch.tokens_left
-        if seq.num_tokens * seq.token_cost > self.max_num_batched_tokens and len(self.calls) > 1:
+        begin = start if seq.num_prefix_hit is None else seq.num_prefix_hit
+        if (seq.num_tokens - begin) * seq.token_cost > self.max_num_batched_tokens and len(self.calls) > 1:
             room = (room - len(self.running)) // 2  # each of those that run may want one
         tokens = min(wanted, max(1, room // seq.token_cost))
         batch.split |= tokens < wanted
