@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for --engine vllm")
     parser.add_argument("--batch-size", type=int, default=4096, help="sequences in a training batch")
     parser.add_argument("--margin", type=float, default=0.01, help="difference of cosines that is none in practice")
-    parser.add_argument("--prompts", type=int, default=320, help="at most 496")
+    parser.add_argument("--prompts", type=int, default=464, help="at most 496")
     parser.add_argument("-n", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("mismatch"))
