@@ -160,7 +160,8 @@ class Scheduler:
                 continue
             tokens = self._tokens_for(batch, seq, seq.num_cached_tokens)
             if self.speculator is not None:
-                self._draft(self.speculator, seq, batch.tokens_left)
+                whole = seq.num_cached_tokens + tokens == seq.num_tokens
+                self._draft(self.speculator, seq, batch.tokens_left - tokens if whole else 0)
             while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 self.preempt_last()
                 if seq.status is not SequenceStatus.RUNNING:
@@ -231,10 +232,9 @@ class Scheduler:
         drafts = bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
         return last or drafts or seq.needs_tokens or not self.async_scheduling
 
-    def _draft(self, speculator: Speculator, seq: Sequence, budget: int) -> None:
-        """Set the draft of a running sequence whose last token is computed now: in the budget, and in free blocks."""
+    def _draft(self, speculator: Speculator, seq: Sequence, room: int) -> None:
+        """Set the draft of a running sequence, of at most `room` tokens, in free blocks."""
         seq.draft = []
-        room = budget - (seq.num_tokens - seq.num_cached_tokens)
         if room < 1 or seq.num_pending or seq.needs_tokens:
             return
         draft = speculator.draft(seq)[:room]

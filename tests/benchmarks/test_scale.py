@@ -86,6 +86,7 @@ def test_a_layout_is_measured_and_the_figures_are_written(checkpoint, monkeypatc
     assert len(rates) == 1 and rates[0] > 0
 
 
+@pytest.mark.slow
 def test_updates_are_measured_on_an_engine_here_and_on_two_replicas(checkpoint, ray_cluster, monkeypatch, one_thread):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the measurement sets, and which this puts back
     times = measured.update_seconds(str(checkpoint("llama")), "float32", repeats=2)
