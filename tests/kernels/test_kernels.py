@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import pathlib
 import re
@@ -57,7 +58,8 @@ def flags_of_memory(address):
 @pytest.mark.skipif(not pathlib.Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
 @pytest.mark.parametrize("pack", [ops.PackedWeight.pack, lambda w: ops.PackedExperts.pack(w.view(8, 512, 1024))])
 def test_large_packed_weights_are_in_huge_pages_where_asking_helps(pack):
-    weight = torch.randn(4096, 1024)
+    fresh = mmap.mmap(-1, 4096 * 1024 * 4)  # what malloc gives may have been asked for before
+    weight = torch.frombuffer(fresh, dtype=torch.float32).view(4096, 1024).normal_()
     panels = pack(weight).panels
     assert "hg" in flags_of_memory(panels.data_ptr() + panels.nbytes // 2)
     assert "hg" not in flags_of_memory(weight.data_ptr() + weight.nbytes // 2)
