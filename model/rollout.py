@@ -129,10 +129,11 @@ def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
 
 
 class _ReadLayer(NamedTuple):
-    """What one launch of a layer takes: the linears, whose packed weights come and go, and the rest."""
+    """What one launch of a layer takes: the linears, whose packed weights come and go, their biases, and the rest."""
 
     places: Places
     linears: list[ExactLinear]
+    biases: list[Tensor | None]
     parts: LayerParts
 
 
@@ -154,11 +155,10 @@ def _read_layer(layer: Any) -> _ReadLayer | None:
         return None
     storage = ops.backend(norms[0].weight.device).storage
     biases = [places.parameter(linear, "bias") for linear in linears]
-    wide = [None if bias is None else storage(bias.float()) for bias in biases]
     middle, *after = [(storage(places.parameter(norm, "weight")), norm.variance_epsilon) for norm in norms]
     call = attention.observed
-    parts = LayerParts(wide, middle, after[0] if after else None, mlp.activation, call.scaling, call.window)
-    return _ReadLayer(places, linears, parts)
+    parts = LayerParts([], middle, after[0] if after else None, mlp.activation, call.scaling, call.window)
+    return _ReadLayer(places, linears, biases, parts)
 
 
 class FusedLayer(nn.Module):
@@ -200,7 +200,10 @@ class FusedLayer(nn.Module):
         tables = position_embeddings[0][0], position_embeddings[1][0]
         launch: Any = ops.backend(total.device).decoder_layer
         weights = [linear.packed.memory for linear in read.linears]  # type: ignore[union-attr]
-        out, after = launch(*rows, weights, read.parts, tables, kv_caches[module.self_attn.layer_idx], layout)
+        storage = ops.backend(total.device).storage
+        wide = [None if bias is None else storage(bias.float()) for bias in read.biases]  # its values may have changed
+        parts = read.parts._replace(biases=wide)
+        out, after = launch(*rows, weights, parts, tables, kv_caches[module.self_attn.layer_idx], layout)
         return out.view(total.shape) if after is None else Residual(out.view(total.shape), after.view(total.shape))
 
 

@@ -82,13 +82,16 @@ def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, monkeyp
     assert generate(llm) == expected and not calls
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("updates", [1, 2])  # the second takes the memory that the first one replaced
 @pytest.mark.parametrize("part", ["bias", "layernorm.weight", "model.norm.weight", "proj.weight"])
-def test_a_launch_follows_an_update_of_what_it_was_read_from(checkpoint, part, launches, monkeypatch):
+def test_a_launch_follows_an_update_of_what_it_was_read_from(checkpoint, part, updates, dtype, launches, monkeypatch):
     path = checkpoint("qwen2")
-    llm = LLM(path, kv_cache_memory_bytes=2**22)
+    llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**22)
     before = generate(llm)
     state = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    llm.update_weights((name, tensor + 0.1 if name.endswith(part) else tensor) for name, tensor in state.items())
+    for _ in range(updates):
+        llm.update_weights((name, tensor + 0.1 if name.endswith(part) else tensor) for name, tensor in state.items())
     launches.clear()
     found = generate(llm)
     assert launches and found != before
