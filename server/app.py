@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from http import HTTPStatus
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,14 +26,21 @@ from .service import Service
 from .states import ConflictError, UnavailableError
 
 MAX_BODY = 16 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
-_ERRORS = {400: "Bad request", 401: "No key", 403: "Not from here", 404: "Not found", 409: "Something is in the way"}
-_ERRORS |= {413: "Too large", 500: "Failed", 503: "Not now"}
+_STATUSES = (400, 401, 403, 404, 409, 413, 500, 503)  # of errors that any route may answer with
+_KNOWN: dict[int, tuple[type[Exception], ...]] = {
+    400: (ValueError, TypeError, OSError, WeightUpdateError, NumericsError),  # OSError: files that a request names
+    409: (ConflictError,),
+    499: (ClientDisconnect,),
+    500: (TransferError, GenerationError),
+    503: (UnavailableError, WorkerError),
+}
 
 
 def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings) -> FastAPI:
     """The application around an engine, which belongs to it from its start on. settings: see `ServerOptions`."""
     guard = guard or Guard()
     service = Service(llm, model_name, guard, ServerOptions(**settings))
+    known = itertools.chain.from_iterable(_KNOWN.values())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -50,7 +57,8 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
         docs_url=None,
         redoc_url=None,
         max_body_size=MAX_BODY,
-        responses={status: {"description": text} for status, text in _ERRORS.items()},
+        responses={status: {"description": HTTPStatus(status).phrase} for status in _STATUSES},
+        exception_handlers=dict.fromkeys((RequestValidationError, StarletteHTTPException, Exception, *known), _say),
     )
     app.state.service = service
     app.state.metrics = information.Metrics(service)
@@ -59,42 +67,19 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (control.vllm, control.sglang):
         app.include_router(restricted, dependencies=[Depends(guard.check_control)])
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
     return app
 
 
-async def _invalid(http: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
-    if "json" not in http.headers.get("content-type", ""):
-        found.append("send JSON, with the header 'Content-Type: application/json'")
-    return problem(400, "; ".join(found))
-
-
-async def _refused(http: Request, error: Exception) -> Response:
-    assert isinstance(error, StarletteHTTPException)
-    return problem(error.status_code, str(error.detail), dict(error.headers or {}))
-
-
-async def _known(status: int, http: Request, error: Exception) -> Response:
+async def _say(http: Request, error: Exception) -> Response:
+    """An error as a reply; what is raised nowhere on purpose is said with its kind."""
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        if "json" not in http.headers.get("content-type", ""):
+            found.append("send JSON, with the header 'Content-Type: application/json'")
+        return problem(400, "; ".join(found))
+    if isinstance(error, StarletteHTTPException):
+        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+    status = next((status for status, kinds in _KNOWN.items() if isinstance(error, kinds)), None)
+    if status is None:
+        return problem(500, f"{type(error).__name__}: {error}")
     return problem(status, str(error), {"Retry-After": "1"} if status == 503 else None)
-
-
-async def _unknown(http: Request, error: Exception) -> Response:
-    return problem(500, f"{type(error).__name__}: {error}")
-
-
-_HANDLERS: dict[type[Exception], Any] = {
-    RequestValidationError: _invalid,
-    StarletteHTTPException: _refused,
-    Exception: _unknown,
-}
-for _status, _kinds in {
-    400: (ValueError, TypeError, OSError, WeightUpdateError, NumericsError),  # OSError: files that a request names
-    409: (ConflictError,),
-    499: (ClientDisconnect,),
-    500: (TransferError, GenerationError),
-    503: (UnavailableError, WorkerError),
-}.items():
-    _HANDLERS |= dict.fromkeys(_kinds, functools.partial(_known, _status))
