@@ -40,7 +40,9 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, cache_salt = self._token_ids(prompt)
-        self._check_ids(ids)
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed")
+        self.check_ids(ids)
         room = self.max_model_len - len(ids)
         if room < 1:
             raise ValueError(f"prompt of {len(ids)} tokens leaves no room in max_model_len {self.max_model_len}")
@@ -65,9 +67,8 @@ class InputProcessor:
             sample.cache_salt = cache_salt
         return request
 
-    def _check_ids(self, ids: list[int]) -> None:
-        if not ids:
-            raise ValueError("empty prompt: at least one token is needed")
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ValueError or TypeError for what is no token id of the model's."""
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"prompt token ids must be integers, got {token!r}")

@@ -55,9 +55,7 @@ class Tokenization:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises ValueError for ids out of range, or more than the model has room for."""
         self.check_length(token_ids)
-        for token in token_ids:
-            if not 0 <= token < self.processor.vocab_size:
-                raise ValueError(f"token id {token} is out of range; the vocabulary has {self.processor.vocab_size}")
+        self.processor.check_ids(token_ids)
         return self.need("text").decode(token_ids)
 
     def chat(self, messages: list[dict], known: tuple[int, Sequence[int]] = (0, ()), /, **template) -> list[int]:
