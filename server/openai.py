@@ -127,9 +127,7 @@ class _Writer:
         self.completion_tokens = 0
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
-        choices: list[dict] = []
-        for index, output in enumerate(outputs):
-            choices += [self.choice(index, output, c) for c in output.completions]
+        choices = [self.choice(index, output, c) for index, output in enumerate(outputs) for c in output.completions]
         of_prompt = self.of_prompt(outputs[0]) if self.chat else {}
         return self.envelope(choices) | of_prompt | {"usage": usage(self.outputs.values(), self.completion_tokens)}
 
@@ -360,9 +358,8 @@ async def tokenize(body: TokenizeRequest, server: Served):
     if (body.prompt is None) == (body.messages is None):
         raise ValueError("give either prompt or messages")
     if body.messages is not None:
-        messages = [plain(message) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
-        ids = await tokenization.in_thread(tokenization.chat, messages, **options)
+        ids = await tokenization.in_thread(tokenization.chat, list(map(plain, body.messages)), **options)
     else:
         ids = await tokenization.in_thread(tokenization.encode, body.prompt, body.add_special_tokens)
     return reply({"count": len(ids), "max_model_len": server.llm.max_model_len, "tokens": ids})

@@ -29,7 +29,7 @@ class Connection(HttpToolsProtocol):
     """Ends a connection whose request has too long a head, or comes too slowly."""
 
     head = 0  # bytes of the head that is coming
-    deadline: asyncio.TimerHandle | None = None
+    deadline: asyncio.TimerHandle
 
     def data_received(self, data: bytes) -> None:
         """Count the head's bytes until it is complete."""
@@ -41,27 +41,26 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport) -> None:
         """Expect a request from now on."""
         super().connection_made(transport)
-        self.on_message_begin()
+        self._expect()
 
     def on_message_begin(self) -> None:
         """Expect the rest of a request."""
         super().on_message_begin()
-        self._end_deadline()
-        self.deadline = self.loop.call_later(SLOWEST, self.transport.close)
+        self.deadline.cancel()
+        self._expect()
 
     def on_message_complete(self) -> None:
         """Expect nothing."""
         super().on_message_complete()
-        self._end_deadline()
+        self.deadline.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Expect nothing any more."""
         super().connection_lost(error)
-        self._end_deadline()
+        self.deadline.cancel()
 
-    def _end_deadline(self) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
+    def _expect(self) -> None:
+        self.deadline = self.loop.call_later(SLOWEST, self.transport.close)
 
 
 class Server(uvicorn.Server):
