@@ -59,26 +59,22 @@ class Generation:
         self.unfinished = dict(sizes)
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
-    async def outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """(index of the request, output), as many at a time as have come."""
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the request, output), as they come. Raises GenerationError where a step failed."""
         left = len(self.index)
         while left:
-            items = [await self.queue.get()]
-            while not self.queue.empty():
-                items.append(self.queue.get_nowait())
-            for item in items:
-                if isinstance(item, Exception):
-                    raise item
-            outputs = [(self.index[i.request_id], i) for i in items if isinstance(i, RequestOutput)]
-            left -= sum(o.finished for _, o in outputs)
-            yield outputs
+            item = await self.queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finished
+            yield self.index[item.request_id], item
 
     async def final(self) -> list[RequestOutput]:
         """The last output of each request; `close`s in the end. Raises GenerationError where one failed."""
         last: dict[int, RequestOutput] = {}
         try:
-            async for outputs in self.outputs():
-                last.update(outputs)
+            async for index, output in self.outputs():
+                last[index] = output
         finally:
             self.close()
         for c in itertools.chain.from_iterable(output.completions for output in last.values()):

@@ -300,9 +300,8 @@ async def _rest(part: bytes, more: bool, content: Iterator[bytes]) -> AsyncItera
 
 async def _event_stream(generation: Generation, events: Events, last: Last) -> AsyncIterator[bytes]:
     try:
-        async for outputs in generation.outputs():
-            found = list(itertools.chain.from_iterable(itertools.starmap(events, outputs)))
-            content = itertools.chain.from_iterable(map(_event, found))
+        async for index, output in generation.outputs():
+            content = itertools.chain.from_iterable(map(_event, list(events(index, output))))
             async for part in _rest(*_part(content, AT_ONCE), content):
                 yield part
         end = last()
