@@ -146,7 +146,7 @@ class AsyncEngine:
 
     def _has_work(self) -> bool:
         unfinished = self.llm.has_unfinished_requests()
-        return unfinished and (self.llm.failure is not None or (self.llm.ready and not self.state.paused.is_set()))
+        return unfinished and (self.llm.failure is not None or (self.llm.ready and not self.state.paused))
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._commands.empty():
@@ -282,7 +282,7 @@ class AsyncEngine:
         await self._tell_replicas()
         if mode == "retract":
             await self.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
-        if not self.state.paused.is_set() or (mode == "wait" and self.generations):
+        if not self.state.paused or (mode == "wait" and self.generations):
             raise ConflictError(f"the pause ({mode}) was ended by another call; the server is {self.state.name}")
 
     async def resume(self) -> None:
@@ -292,7 +292,7 @@ class AsyncEngine:
 
     async def _tell_replicas(self) -> None:
         """Have those that step by themselves stop or go on, as it is when the call reaches them."""
-        await self.call(lambda llm: llm.engine.pause(self.state.paused.is_set()))
+        await self.call(lambda llm: llm.engine.pause(self.state.paused))
 
     async def release_memory(self, tags: Sequence[str]) -> int:
         """Free what the tags name; return the bytes freed. Requests stay."""
@@ -301,7 +301,7 @@ class AsyncEngine:
 
     async def drain(self, deadline: float) -> None:
         """Take no more requests; let the rest finish for `deadline` seconds, then abort it."""
-        if self.state.paused.is_set() or not self.llm.ready:
+        if self.state.paused or not self.llm.ready:
             deadline = 0
         self.state.stopping = True
         try:

@@ -199,7 +199,7 @@ async def reset_prefix_cache(server: Served, reset_running_requests: bool = Fals
 @sglang.post("/flush_cache")
 async def flush_cache(server: Served):
     """Forget cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
-    paused = server.engine.state.paused.is_set()
+    paused = server.engine.state.paused
     if server.engine.num_sequences and not paused:
         raise ValueError("requests are running; pause or finish them first")
     await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=paused))
@@ -264,7 +264,7 @@ async def update_weights_from_disk(body: FromDiskBody, server: Served):
     if body.abort_all_requests:
         await server.engine.abort()
     message = await server.updates.load(body.model_path, body.weight_version)
-    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.state.paused.is_set() else 0)
+    return done(message, num_paused_requests=server.engine.num_sequences if server.engine.state.paused else 0)
 
 
 @sglang.post("/update_weights_from_distributed")

@@ -77,7 +77,7 @@ class Metrics:
             (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
             (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
             (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
-            (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused.is_set()),
+            (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
             (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
             (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),
@@ -129,7 +129,7 @@ async def get_weight_version(server: Served):
 async def is_paused(server: Served):
     """Say whether generation is paused, and the state of the server."""
     state = server.engine.state
-    return reply({"is_paused": state.paused.is_set(), "state": state.name})
+    return reply({"is_paused": state.paused, "state": state.name})
 
 
 @router.get("/is_sleeping")

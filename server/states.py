@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
 
 from ..engine import LLM, WeightUpdate
@@ -38,19 +37,23 @@ class ServerState:
 
     updating and asleep lie over the other three, which go on below them. One name is told: the topmost.
 
-    pause_mode: of the pause in force. refuses: it turns new requests away, and doesn't keep them. update: what the call
-    that updates weights does. pending: the update whose tensors have come in part.
+    pause_mode: of the pause in force, if there is one. refuses: it turns new requests away, and doesn't keep them.
+    update: what the call that updates weights does. pending: the update whose tensors have come in part.
     """
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self.paused = threading.Event()  # which the engine's thread reads
-        self.pause_mode: str | None = None
+        self.pause_mode: str | None = None  # the engine's thread reads it
         self.refuses = False
         self.stopping = False
         self.update: str | None = None
         self.pending: WeightUpdate | None = None
         self._waiting: asyncio.Event | None = None  # set when the pauses that wait are over
+
+    @property
+    def paused(self) -> bool:
+        """True while a pause is in force."""
+        return self.pause_mode is not None
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ class ServerState:
             return "asleep"
         if self.update is not None or self.pending is not None:
             return "updating"
-        if self.paused.is_set():
+        if self.paused:
             return "paused"
         return "serving" if self._waiting is None else "pausing"
 
@@ -71,14 +74,14 @@ class ServerState:
             raise UnavailableError(f"the engine is broken: {self.llm.failure}; restart the server")
         if self.stopping or self.refuses:
             raise UnavailableError(f"the server is {'shutting down' if self.stopping else 'paused'}")
-        if not self.llm.ready and not self.paused.is_set():
+        if not self.llm.ready and not self.paused:
             raise UnavailableError("the engine sleeps or has no weights; wake it up, or update its weights")
 
     # --- transitions ------------------------------------------------------------------------------------------------
 
     def begin_pausing(self, refuses: bool) -> asyncio.Event:
         """Begin a pause that waits for running requests; return what is set when it is over, in either way."""
-        if self.paused.is_set() or not self.llm.ready:
+        if self.paused or not self.llm.ready:
             raise ConflictError(f"the server is {self.name}: its requests can't end; resume it, or pause with abort")
         self.refuses = refuses
         self._waiting = self._waiting or asyncio.Event()
@@ -96,19 +99,15 @@ class ServerState:
             self._waiting = None
             self.refuses = False
 
-    def pause(self, mode: str, refuses: bool) -> None:
-        """Pause now."""
+    def pause(self, mode: str | None, refuses: bool) -> None:
+        """Pause now; None: end all pauses."""
         self.end_pausing()
-        self.paused.set()
         self.pause_mode = mode
         self.refuses = refuses
 
     def resume(self) -> None:
         """End all pauses."""
-        self.end_pausing()
-        self.paused.clear()
-        self.pause_mode = None
-        self.refuses = False
+        self.pause(None, refuses=False)
 
     @contextlib.contextmanager
     def updating(self, what: str) -> Iterator[None]:

@@ -79,7 +79,7 @@ class WeightUpdates:
         """Resume after a pause. Raises ConflictError during an update, and once where one came in part meanwhile."""
         self.state.check_no_update()
         pending = self.state.pending
-        if pending is not None and pending.given and self.state.paused.is_set():
+        if pending is not None and pending.given and self.state.paused:
             missing = pending.missing
             self._forget()
             raise ConflictError(
