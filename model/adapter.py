@@ -218,6 +218,6 @@ def attach(model: nn.Module, placed: Mapping[str, Placement]) -> None:
             if type(module) is not ExactLinear:
                 raise UnsupportedModelError(f"an adapter on {name!r}, a {type(module).__name__}; {_PLACES}")
             rank, scale = placed[name]
-            down = torch.zeros(rank, module.in_features, device=module.weight.device)
-            up = torch.zeros(module.out_features, rank, device=module.weight.device)
+            down = torch.zeros(rank, module.in_features, dtype=torch.float32, device=module.weight.device)
+            up = torch.zeros(module.out_features, rank, dtype=torch.float32, device=module.weight.device)
             module.low_rank = ops.LowRank(down, up, scale)

@@ -128,8 +128,9 @@ def _norm(module: nn.Module) -> Role | None:
     if weight.dim() != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(7, len(weight), generator=generator) * torch.logspace(-4, 2, 7)[:, None]  # the first shows eps
-    scales = torch.randn(len(weight), generator=generator)
+    x = torch.randn(7, len(weight), generator=generator, dtype=torch.float32)  # whatever the process's default is
+    x *= torch.logspace(-4, 2, 7)[:, None]  # the first row shows eps
+    scales = torch.randn(len(weight), generator=generator, dtype=torch.float32)
     new = {"weight": nn.Parameter(scales.to(weight.device))} if parameters else {}
     with _replaced(module._parameters, new):
         try:

@@ -65,7 +65,8 @@ def check(found: dict, plain) -> None:
 
 def test_the_most_hostile_settings_are_refused_or_change_no_bit(path, plain):
     refused = ["flush-to-zero/trainer/use", "flush-to-zero/engine/use", "round up/engine/use", "round up/trainer/load"]
-    others = ["default dtype float64/engine/load", "autocast bfloat16/trainer/use", "inference mode/engine/load"]
+    others = [f"default dtype {dtype}/engine/load" for dtype in ("float64", "bfloat16")]
+    others += ["autocast bfloat16/trainer/use", "inference mode/engine/load"]
     check(run(path, *refused, *others), plain)
 
 
