@@ -448,6 +448,7 @@ FSDP2 = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }  # fmt: skip
+ALONE = "one process"
 WORLDS = {"two ranks": {}, "FSDP2": FSDP2}
 SHARED = {
     "float32": {},
@@ -456,14 +457,20 @@ SHARED = {
 }
 
 
+def run_in(world: str, tmp_path: pathlib.Path, kind: str, path, **options) -> dict:
+    """Train in one process, or in one of WORLDS: each rank has whole groups, and they sample what one process does."""
+    if world == ALONE:
+        return trl_run.run(kind, path, tmp_path, **options)
+    job = {"kind": kind, "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
+    return torchrun(2, tmp_path, WORLDS[world], **job, per_device_train_batch_size=4, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, world, options):
-    """Each rank has whole groups, so that the first rollout is that of one process."""
-    job = {"kind": kind, "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
-    result = torchrun(2, tmp_path, WORLDS[world], **job, per_device_train_batch_size=4, **options)
+    result = run_in(world, tmp_path, kind, path, **options)
     assert trl_run.ratios(result) == {1.0}
     if not options.get("bf16"):
         alone = trl_run.run(kind, path, tmp_path, **options)
@@ -474,31 +481,30 @@ def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, worl
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_ranks_share_a_server(path, tmp_path, world):
     with Serving(path) as server:
-        job = {"kind": "grpo", "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
-        result = torchrun(2, tmp_path, WORLDS[world], **job, engine=server.url, per_device_train_batch_size=4)
-        assert trl_run.ratios(result) == {1.0}
+        assert trl_run.ratios(run_in(world, tmp_path, "grpo", path, engine=server.url)) == {1.0}
         assert server.llm.weight_version == 3
 
 
 @pytest.mark.slow
 def test_two_ranks_with_an_inexact_engine_both_stop(path, tmp_path):
-    job = {"kind": "grpo", "path": str(path), "folder": str(tmp_path / "out"), "per_device_train_batch_size": 4}
     with pytest.raises(AssertionError, match="NumericsError"):
-        torchrun(2, tmp_path, **job, engine=trl_run.ENGINE | {"exact": False})
+        run_in("two ranks", tmp_path, "grpo", path, engine=trl_run.ENGINE | {"exact": False})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [ALONE, *WORLDS])
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_ten_steps(path, tmp_path, kind):
-    runs = [trl_run.run(kind, path, tmp_path, max_steps=10, beta=0.04) for _ in range(2)]
+def test_ten_steps(path, tmp_path, kind, world):
+    runs = [run_in(world, tmp_path, kind, path, max_steps=10, beta=0.04) for _ in range(2)]
     assert trl_run.ratios(runs[0]) == {1.0} and len(runs[0]["logs"]) == 10
     assert curve(runs[0]) == curve(runs[1]) and runs[0]["weights"] == runs[1]["weights"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world", [ALONE, *WORLDS])
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_two_steps_of_a_real_model(smollm2, tmp_path, kind, dtype):
+def test_two_steps_of_a_real_model(smollm2, tmp_path, kind, world, dtype):
     engine = {"kv_cache_memory_bytes": 2**27}
     options = {"max_steps": 2, "model_init_kwargs": {"dtype": dtype}, "learning_rate": 1e-5}
-    assert trl_run.ratios(trl_run.run(kind, smollm2, tmp_path, engine=engine, **options)) == {1.0}
+    assert trl_run.ratios(run_in(world, tmp_path, kind, smollm2, engine=engine, **options)) == {1.0}

@@ -443,20 +443,24 @@ def generations(folder, name) -> list:
 
 
 @pytest.mark.slow
-def test_ten_steps_are_exact_and_repeat_as_bits(folder):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ten_steps_are_exact_and_repeat_as_bits(folder, ranks):
     """With a reference, validation and checkpoints."""
     settings = {
+        "ranks": ranks,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "trainer.val_before_train": True,
         "trainer.test_freq": 5,
         "trainer.save_freq": 5,
     }
-    first = train(folder, "first", steps=10, **settings)
+    runs = []
+    for name in (f"first_{ranks}", f"second_{ranks}"):
+        runs.append(train(folder, name, steps=10, **settings, **{"trainer.default_local_dir": folder / name}))
+        assert (folder / name / "global_step_10/actor").is_dir()
+    first, second = runs
     assert_exact(first, 10)
     assert first[0]["actor/kl_loss"] == 0.0 < first[-1]["actor/kl_loss"]
-    assert (folder / "checkpoints/global_step_10/actor").is_dir()
     assert any(name.startswith("val-core/") for name in first[4])
-    second = train(folder, "second", steps=10, **settings, **{"trainer.default_local_dir": folder / "others"})
     assert [[s[c] for c in CURVES] for s in first] == [[s[c] for c in CURVES] for s in second]
 
 
@@ -517,8 +521,10 @@ def test_partial_rollouts_are_exact_where_they_are_of_the_trainers_weights(folde
 
 
 @pytest.mark.slow
-def test_two_steps_of_smollm2_are_exact(folder, smollm2):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
     shape = {
+        "ranks": ranks,
         "data.max_prompt_length": 64,
         "data.max_response_length": 16,
         "data.train_batch_size": 2,
@@ -526,7 +532,7 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2):
     }
     memory = {"+actor_rollout_ref.rollout.engine_kwargs.samebits.kv_cache_memory_bytes": 2**26}
     slower = {"actor_rollout_ref.actor.optim.lr": 1e-5, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
-    assert_exact(train(folder, "smollm2", model=smollm2, steps=2, **shape, **memory, **slower), 2)
+    assert_exact(train(folder, f"smollm2_{ranks}", model=smollm2, steps=2, **shape, **memory, **slower), 2)
 
 
 @pytest.mark.slow
