@@ -529,6 +529,7 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
         "data.max_response_length": 16,
         "data.train_batch_size": 2,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
     }
     memory = {"+actor_rollout_ref.rollout.engine_kwargs.samebits.kv_cache_memory_bytes": 2**26}
     slower = {"actor_rollout_ref.actor.optim.lr": 1e-5, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
