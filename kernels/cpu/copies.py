@@ -1,20 +1,29 @@
-"""Matrices copied by whole vectors, as they are or transposed, from storage to fp32 or back."""
+"""Matrices copied by whole vectors, as they are or transposed, from storage to fp32, back, or without a change."""
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
 from .jit import inline
-from .simd import _F16, _HALVES, _I16, _I32, LANES, _load_vector, _rounded, _store_vector, narrow, widen
+from .simd import _F16, _HALVES, _I16, _I32, LANES, _load_vector, _rounded, narrow, widen
 
 
-def _make_square(stored: str):
+def _make_square(stored: str, widened: bool):
     """Make the op that writes the transpose of LANES x LANES elements; it takes addresses, and strides in bytes.
+
+    widened: True writes them as fp32, False as they are.
 
     log2(LANES) times, row i and row i + LANES / 2 are interleaved to rows 2 i and 2 i + 1: the perfect shuffle.
     """
     low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
     shuffles = [ir.Constant(ir.VectorType(_I32, LANES), [lane + half for lane in low]) for half in (0, LANES // 2)]
+
+    def load(builder, place):
+        if widened or stored == "float32":
+            return _load_vector(builder, place, stored)
+        vector = builder.load(builder.inttoptr(place, ir.VectorType(_I16, LANES).as_pointer()))
+        vector.align = 2
+        return vector
 
     @intrinsic
     def square(typingctx, source, source_stride, target, target_stride):
@@ -23,13 +32,13 @@ def _make_square(stored: str):
             rows = []
             for i in range(LANES):
                 place = builder.add(source, builder.mul(source_stride, ir.Constant(source_stride.type, i)))
-                rows.append(_load_vector(builder, place, stored))
+                rows.append(load(builder, place))
             for _ in range(LANES.bit_length() - 1):
                 pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
                 rows = [builder.shuffle_vector(a, b, mask) for a, b in pairs for mask in shuffles]
             for i, row in enumerate(rows):
                 place = builder.add(target, builder.mul(target_stride, ir.Constant(target_stride.type, i)))
-                _store_vector(builder, row, place)
+                builder.store(row, builder.inttoptr(place, row.type.as_pointer())).align = 2
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen
@@ -83,14 +92,15 @@ def _copy_rows_by_storage(x, out):
 
 
 def transpose(x, out):
-    """Write x.T to the first columns of out, fp32; the rows of x and of out are contiguous."""
+    """Write x.T to the first columns of out, fp32 or x's dtype; the rows of x and of out are contiguous."""
     raise NotImplementedError("for compiled callers")
 
 
 @overload(transpose, jit_options={"error_model": "numpy", "nogil": True})
 def _transpose_by_storage(x, out):
     stored = _HALVES.get(x.dtype, "float32")
-    square = _make_square(stored)
+    widened = x.dtype != out.dtype
+    square = _make_square(stored, widened)
 
     def by_squares(x, out):
         rows, columns = x.shape
@@ -102,9 +112,9 @@ def _transpose_by_storage(x, out):
         for j in range(rows):
             whole = j < rows - rows % LANES
             for k in range(columns - columns % LANES if whole else 0, columns):
-                out[k, j] = widen(x[j, k])
+                out[k, j] = narrow(widen(x[j, k]), out[k, j])
 
-    by_squares.__qualname__ = f"transpose_{stored}"  # numba names the machine code after it
+    by_squares.__qualname__ = f"transpose_{stored}_{widened}"  # numba names the machine code after it
     return by_squares
 
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import float32, prange
 
-from .copies import pack_panel
+from .copies import pack_panel, transpose
 from .jit import inline, parallel, storage
 from .pages import new_weight
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
@@ -170,12 +169,17 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
-    whole = features // width
     panels = new_weight(weight, -(-features // width), depth, width) if out is None else out
-    panels[:whole] = weight[: whole * width].view(whole, width, depth).transpose(1, 2)
-    if features % width:
-        panels[whole] = F.pad(weight[whole * width :].t(), (0, width - features % width))
+    panels[features // width :] = 0  # the ragged last panel's other columns
+    _pack(storage(weight.contiguous()), storage(panels))
     return panels
+
+
+@parallel
+def _pack(weight, panels):
+    width = panels.shape[2]
+    for p in prange(panels.shape[0]):
+        transpose(weight[p * width : (p + 1) * width], panels[p])
 
 
 def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[np.ndarray, np.ndarray, float]:

@@ -87,6 +87,19 @@ def test_linear_row_is_the_same_bits_in_every_batch_and_layout(features, depth, 
     assert torch.equal(packed.rows(torch.tensor([0, features - 1])), weight[[0, -1]])
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize(("features", "depth"), SHAPES)
+def test_panels_are_the_weights_bits_and_zeros_beside(features, depth, dtype):
+    weight, other = wide(features, depth).to(dtype), wide(features, depth, seed=1).to(dtype)
+    reused = ops.PackedWeight.pack(other)
+    columns = ops.PackedWeight.pack(weight, reused).panels.transpose(1, 2).reshape(-1, depth)
+    assert torch.equal(columns[:features], weight)
+    assert not columns[features:].any()
+    strided = torch.stack([weight, other], 2)[..., 0]
+    assert not strided.is_contiguous()
+    assert torch.equal(ops.PackedWeight.pack(strided).panels, reused.panels)
+
+
 @pytest.mark.parametrize(("features", "depth"), SHAPES)
 def test_linear_error_budget(features, depth):
     x, weight = wide(16, depth), torch.randn(features, depth)
