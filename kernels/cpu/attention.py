@@ -21,6 +21,7 @@ from ..backend import HeadNorms
 from ..layout import PagedLayout
 from .elementwise import exp, norm_row, turn
 from .jit import elementwise, inline, own_storage, parallel, storage
+from .pages import new_memory
 from .simd import LANES, fma, matmul_one, matmul_two, pairwise
 
 BLOCK = 32
@@ -171,9 +172,9 @@ def new_kv_cache(
     num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty blocks: nothing is read before it was written, so memory is touched only as it fills."""
-    k_cache = torch.empty(num_blocks, kv_heads, head_dim, BLOCK, dtype=dtype, device=device)
-    v_cache = torch.empty(num_blocks, kv_heads, BLOCK, padded_dim(head_dim), dtype=dtype, device=device)
-    return k_cache, v_cache
+    like = torch.empty(0, dtype=dtype, device=device)
+    k_cache = new_memory(like, num_blocks, kv_heads, head_dim, BLOCK)
+    return k_cache, new_memory(like, num_blocks, kv_heads, BLOCK, padded_dim(head_dim))
 
 
 def write_kv(

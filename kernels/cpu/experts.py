@@ -14,7 +14,7 @@ from .copies import copy_rows, pack_panel, transpose
 from .elementwise import ACTIVATIONS, gated_products, widen_row
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import _panel_product, pack
-from .pages import new_weight
+from .pages import new_memory
 from .simd import PANEL, fma, matmul_panel, narrow, widen
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
@@ -224,7 +224,7 @@ def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch
     """Return weights [E, features, depth] as [E, panels, depth, PANEL], each as `pack` has it; in `out` if given."""
     experts, features, depth = weight.shape
     if out is None:
-        out = new_weight(weight, experts, -(-features // PANEL), depth, PANEL)
+        out = new_memory(weight, experts, -(-features // PANEL), depth, PANEL)
     for each, panels in zip(weight, out, strict=True):
         pack(each, panels)
     return out

@@ -13,7 +13,7 @@ from numba import float32, prange
 
 from .copies import pack_panel, transpose
 from .jit import inline, parallel, storage
-from .pages import new_weight
+from .pages import new_memory
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -169,7 +169,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
-    panels = new_weight(weight, -(-features // width), depth, width) if out is None else out
+    panels = new_memory(weight, -(-features // width), depth, width) if out is None else out
     panels[features // width :] = 0  # the ragged last panel's other columns
     _pack(storage(weight.contiguous()), storage(panels))
     return panels

@@ -1,4 +1,4 @@
-"""Memory for weights that each step reads whole: in huge pages where Linux gives them to who asks, for fewer misses."""
+"""Memory for weights and KV, which steps read whole: in huge pages where Linux gives them to who asks."""
 
 import ctypes
 import mmap
@@ -9,8 +9,8 @@ _HUGE = 2**21  # bytes; smaller tensors hardly hold a whole one
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
 
 
-def new_weight(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return a tensor of `like`'s dtype that nobody has written to, for weights: in huge pages if it is large."""
+def new_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a tensor of `like`'s dtype that nobody has written to: in huge pages if it is large."""
     out = like.new_empty(shape)
     if _ADVICE is not None and out.device.type == "cpu" and out.nbytes >= _HUGE:
         first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
