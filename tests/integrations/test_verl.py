@@ -476,9 +476,12 @@ def test_a_replica_dies_and_the_tokens_are_the_same(folder):
     while not verl_runs.metrics(folder, "killed"):
         assert process.poll() is None
         time.sleep(0.05)
-    time.sleep(0.5)  # into the second step's rollouts
     victims = verl_runs.replicas(folder, "killed")
     assert len(victims) == 2
+    idle = sum(victims[0].cpu_times()[:2])
+    while sum(victims[0].cpu_times()[:2]) < idle + 0.1:  # seconds, into the second step's rollouts
+        assert process.poll() is None
+        time.sleep(0.01)
     victims[0].kill()
     found = finish(process, folder, "killed")
     assert_exact(found, 3)
