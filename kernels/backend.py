@@ -85,38 +85,38 @@ HeadNorms = tuple[tuple[Tensor, float], tuple[Tensor, float]]  # weight [D] and 
 
 
 class LayerParts(NamedTuple):
-    """What a gated decoder layer of the usual kind computes with beside its weights: tensors as `storage` gives them.
+    """What a gated decoder layer of the usual kind computes with; all in the storage dtype, as `storage` gives it.
 
-    biases: of q, k, v, o, gate, up, down, fp32, or None. Norms: weight [hidden] and eps; the middle one's input is the
-    sum after attention, the following one's that after the layer. scale, window: see `attention`.
+    linears: q, k, v, o, gate, up, down; of each a `pack`ed weight, its features, a bias or None, and what
+    `pack_low_rank` gave or None. norms: weight and eps, or None: of the sum after attention, of that after the layer,
+    of queries' and of keys' heads. scale, window: see `attention`.
     """
 
-    biases: list[Any]
-    middle_norm: tuple[Any, float]
-    following_norm: tuple[Any, float] | None
+    linears: list[tuple[Any, int, Any, Any]]
+    norms: list[tuple[Any, float] | None]
     activation: str
     scale: float
     window: int
 
 
-class DecoderLayer(Protocol):
-    """A decoder layer of few rows in one launch: the bits of the kernels that it stands for."""
+class DecoderLayers(Protocol):
+    """Decoder layers of few rows that follow each other, in one launch: the bits of the kernels that it stands for."""
+
+    def __init__(self, layers: Sequence[LayerParts]):
+        """Note where all is that the layers compute with: the caller keeps it there, and alive."""
 
     def __call__(
         self,
         x: Tensor,
         normed: Tensor,
-        weights: list[Any],
-        parts: LayerParts,
         tables: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, Tensor],
+        caches: Sequence[tuple[Tensor, Tensor]],
         layout: PagedLayout,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output and the following norm's, if there is one, [rows, hidden] in x's dtype.
+        """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype.
 
-        x, normed [rows, hidden]: the residual stream and its norm, up to LAYER_ROWS rows; weights: of q, k, v, o, gate,
-        up, down, the `storage` of panels from `pack`; tables: cos and sin [rows, D], in x's dtype; cache: keys and
-        values of the layer, where the rows' own go to the layout's slots.
+        x, normed [rows, hidden]: the residual stream and its norm, in the storage dtype, up to LAYER_ROWS rows; tables:
+        cos and sin [rows, D]; caches: keys and values of each layer, where the rows' own go to the layout's slots.
         """
 
 
@@ -128,7 +128,7 @@ class Backend(Protocol):
     GRAPHS: bool
     """True if a step's launches can be recorded and replayed."""
     LAYER_ROWS: int
-    """The most rows that `decoder_layer` takes; 0 where there is none."""
+    """The most rows that `decoder_layers` takes; 0 where there are none."""
     LOGIT_ROWS: int
     """The rows of logits in memory at a time, where a trainer doesn't say."""
     ACTIVATIONS: tuple[str, ...]
@@ -140,11 +140,8 @@ class Backend(Protocol):
     def trees(self, device: torch.device) -> dict[str, str]:
         """Return the fields of the numerics contract that these kernels decide."""
 
-    def warm_up(self, dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
-        """Compile what is compiled once per machine for a storage dtype.
-
-        low_rank, experts: what low-rank updates and mixtures of experts need, too.
-        """
+    def warm_up(self, dtype: torch.dtype, device: torch.device, experts: bool = False) -> None:
+        """Compile what is compiled once per machine for a storage dtype; experts: what mixtures of them need, too."""
 
     # --- linear
 
@@ -368,8 +365,8 @@ class Backend(Protocol):
         """
 
     @property
-    def decoder_layer(self) -> DecoderLayer | None:
-        """The function that computes a whole layer in one launch; None where recorded launches (GRAPHS) do better."""
+    def decoder_layers(self) -> type[DecoderLayers] | None:
+        """Layers in one launch; None where recorded launches (GRAPHS) do better."""
 
     # --- from logits to tokens
 

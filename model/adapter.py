@@ -211,8 +211,6 @@ def describe(placed: Mapping[str, Placement]) -> str:
 
 def attach(model: nn.Module, placed: Mapping[str, Placement]) -> None:
     """Put an adapter of zeros beside these linears of an engine's model; names that it has not are passed over."""
-    parameter = next(model.parameters())
-    ops.backend(parameter.device).warm_up(parameter.dtype, parameter.device, low_rank=True)
     for name, module in model.named_modules():
         if name in placed:
             if type(module) is not ExactLinear:

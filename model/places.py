@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ class Places:
 
     def __init__(self) -> None:
         self._found: list[tuple[dict[str, Any], str, Any]] = []
+        self._passing: list[tuple[dict[str, Any], str, weakref.ref]] = []
         self._addresses: list[tuple[Tensor, int]] = []
         self._hooks: list[dict[int, Any]] = []
 
@@ -20,6 +22,18 @@ class Places:
         found = names.get(name)
         self._found.append((names, name, found))
         return found
+
+    def passing(self, names: Any, name: str) -> Any:
+        """Return the same, which these notes don't keep alive."""
+        found = names.get(name)
+        if found is None:
+            return self.attribute(names, name)
+        self._passing.append((names, name, weakref.ref(found)))
+        return found
+
+    def watch(self, hooks: dict[int, Any]) -> None:
+        """Have a module's hooks count as a change."""
+        self._hooks.append(hooks)
 
     def module(self, parent: nn.Module, name: str) -> Any:
         """Return a submodule, or None."""
@@ -37,10 +51,13 @@ class Places:
         return found.detach()
 
     def unchanged(self) -> bool:
-        """True if all is where it was found, and no module has a hook."""
+        """True if all is where it was found, and nobody watches a module."""
         if any(self._hooks):
             return False
         for names, name, found in self._found:
             if names.get(name) is not found:
+                return False
+        for names, name, reference in self._passing:
+            if (found := reference()) is None or names.get(name) is not found:
                 return False
         return all(tensor.data_ptr() == address for tensor, address in self._addresses)

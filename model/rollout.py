@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.backend import HeadNorms, LayerParts
+from ..kernels.backend import DecoderLayers, HeadNorms, LayerParts
 from .attention import AttentionCall
 from .coverage import UnderMode
 from .exact import is_exact
@@ -128,83 +128,158 @@ def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
     return norm.weight.detach(), norm.variance_epsilon
 
 
-class _ReadLayer(NamedTuple):
-    """What one launch of a layer takes: the linears, whose packed weights come and go, their biases, and the rest."""
-
-    places: Places
-    linears: list[ExactLinear]
-    biases: list[Tensor | None]
-    parts: LayerParts
+class _SeveralLaunchesError(Exception):
+    """A layer isn't of the kind that one launch computes, or somebody watches a part of it."""
 
 
-def _read_layer(layer: Any) -> _ReadLayer | None:
-    """Return what one launch of the layer takes; None where it needs several."""
-    places = Places()
+class _Launch(NamedTuple):
+    """Layers that follow each other, the places of their KV, and their launch, which holds as long as its places do."""
+
+    places: list[Places]
+    layers: list[FusedLayer]
+    indices: list[int]
+    compute: DecoderLayers
+
+    def holds(self) -> bool:
+        """True if all is where it was read."""
+        return all(places.unchanged() for places in self.places)
+
+
+def _array(parameter: Tensor | None, dtype: torch.dtype) -> Any:
+    """Return a parameter as kernels take it, or None."""
+    if parameter is None:
+        return None
+    if parameter.dtype != dtype or not parameter.is_contiguous():
+        raise _SeveralLaunchesError
+    return ops.backend(parameter.device).storage(parameter)
+
+
+def _read_linear(places: Places, parent: Any, name: str, dtype: torch.dtype) -> tuple[Any, int, Any, Any]:
+    linear = places.module(parent, name)
+    packed = places.passing(vars(linear), "packed") if type(linear) is ExactLinear else None
+    if packed is None or packed.panels.dtype != dtype:
+        raise _SeveralLaunchesError
+    low_rank = places.attribute(vars(linear), "low_rank")
+    memory = None if low_rank is None else places.attribute(vars(low_rank), "memory")
+    return packed.memory, packed.features, _array(places.parameter(linear, "bias"), dtype), memory
+
+
+def _read_norm(places: Places, place: tuple[nn.Module, str], dtype: torch.dtype) -> tuple[Any, float]:
+    norm = places.module(*place)
+    if type(norm) is not FusedNorm:
+        raise _SeveralLaunchesError
+    return _array(places.parameter(norm, "weight"), dtype), norm.variance_epsilon
+
+
+def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
+    """Return what a launch of the layer takes."""
     attention, mlp = places.module(layer, "self_attn"), places.module(layer, "mlp")
-    norms = [places.module(layer, "post_attention_layernorm")]
-    if following := places.attribute(vars(layer), "following"):
-        norms.append(places.module(*following))
-    if type(mlp) is not ExactMLP or not isinstance(attention, FusedAttention) or "q_norm" in attention._modules:
-        return None
-    linears = [places.module(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linears += [places.module(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if any(type(linear) is not ExactLinear or linear.packed is None for linear in linears):
-        return None
-    adapted = any(places.attribute(vars(linear), "low_rank") is not None for linear in linears)
-    if adapted or not all(isinstance(norm, FusedNorm) for norm in norms) or not places.unchanged():
-        return None
-    storage = ops.backend(norms[0].weight.device).storage
-    biases = [places.parameter(linear, "bias") for linear in linears]
-    middle, *after = [(storage(places.parameter(norm, "weight")), norm.variance_epsilon) for norm in norms]
-    call = attention.observed
-    parts = LayerParts([], middle, after[0] if after else None, mlp.activation, call.scaling, call.window)
-    return _ReadLayer(places, linears, biases, parts)
+    if type(mlp) is not ExactMLP or not isinstance(attention, FusedAttention):
+        raise _SeveralLaunchesError
+    following = places.attribute(vars(layer), "following")
+    heads = ["q_norm", "k_norm"] if "q_norm" in attention._modules else []
+    middle = _read_norm(places, (layer, "post_attention_layernorm"), dtype)
+    last = _read_norm(places, following, dtype) if following else None
+    queries, keys = [_read_norm(places, (attention, name), dtype) for name in heads] or (None, None)
+    if any(norm and len(norm[0]) != attention.head_dim for norm in (queries, keys)):
+        raise _SeveralLaunchesError
+    linears = [_read_linear(places, attention, name, dtype) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linears += [_read_linear(places, mlp, name, dtype) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not places.unchanged():  # there is a hook
+        raise _SeveralLaunchesError
+    call = places.attribute(vars(attention), "observed")
+    return LayerParts(linears, [middle, last, queries, keys], mlp.activation, call.scaling, call.window)
+
+
+def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launch | None:
+    """Return the launch of a layer and as many after it as can be; None where the first needs several."""
+    places: list[Places] = []
+    parts: list[LayerParts] = []
+    layers: list[Any] = []
+    indices: list[int] = []
+    while layer is not None:
+        here = Places()
+        if layers:  # nobody looks between the two
+            here.watch(layers[-1]._forward_hooks)
+            here.watch(layer._forward_pre_hooks)
+        try:
+            parts.append(_read_layer(here, layer, dtype))
+        except _SeveralLaunchesError:
+            break
+        places.append(here)
+        layers.append(layer)
+        indices.append(here.attribute(vars(layer.self_attn), "layer_idx"))
+        layer = layer.following[0] if here.attribute(vars(layer), "continued") else None
+    launch: Any = ops.backend(device).decoder_layers
+    return _Launch(places, layers, indices, launch(parts)) if layers else None
+
+
+class Ahead(NamedTuple):
+    """The result of layers that the model's code is still to call: an earlier one's launch computed them, too.
+
+    keywords: what all of them are called with.
+    """
+
+    result: Tensor | Residual
+    layers: list[FusedLayer]
+    keywords: dict[str, Any]
+
+    def after(self, layer: FusedLayer, keywords: dict[str, Any]) -> Tensor | Residual | Ahead:
+        """Return what a layer's call returns."""
+        if layer is not self.layers[0] or not _same_objects(keywords, self.keywords):
+            raise RuntimeError("the model's code calls its layers otherwise than it did when the model was loaded")
+        return self._replace(layers=self.layers[1:]) if len(self.layers) > 1 else self.result
+
+
+def _same_objects(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(value is theirs[name] for name, value in ours.items())
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer whose sums take the norms after them along; one of few rows is a single launch.
+    """A decoder layer whose sums take the norms after them along; of few rows, it and those after it are one launch.
 
     following: the module that holds the norm after this layer, and its name there; empty where there is none here.
+    continued: True if that module is the layer that is called next, with the same keywords.
     """
 
     following: tuple[nn.Module, str] | tuple[()] = ()
-    _last_read: _ReadLayer | None = None
+    continued = False
+    _last_launch: _Launch | None = None
 
-    def forward(self, hidden_states: Tensor | Residual, **kwargs) -> Tensor | Residual:
+    def forward(self, hidden_states: Tensor | Residual | Ahead, **kwargs) -> Tensor | Residual | Ahead:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
         hand_over(self, kwargs)
-        read = self._read(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
-        if read is not None:
-            return self._launch(hidden_states, read, **kwargs)
+        if isinstance(hidden_states, Ahead):
+            return hidden_states.after(self, kwargs)
+        launch = self._launch(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
+        if launch is not None:
+            return self._run(launch, hidden_states, kwargs)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         update = module.mlp(module.post_attention_layernorm(hidden_states))
         return add(hidden_states, update, getattr(*self.following) if self.following else None)
 
-    def _read(self, total: Tensor) -> _ReadLayer | None:
-        """Return what one launch takes; None where the layer needs several."""
+    def _launch(self, total: Tensor) -> _Launch | None:
+        """Return the launch of this layer and those after it; None where the layer needs several."""
         if total.shape[-2] > ops.backend(total.device).LAYER_ROWS:
             return None
-        if self._last_read is None or not self._last_read.places.unchanged():
-            self._last_read = _read_layer(self)
-        return self._last_read
+        if self._last_launch is None or not self._last_launch.holds():
+            self._last_launch = _read_launch(self, total.device, total.dtype)
+        return self._last_launch
 
-    def _launch(
-        self, x: Tensor | Residual, read: _ReadLayer, position_embeddings=None, layout=None, kv_caches=None, **kwargs
-    ) -> Tensor | Residual:
-        """Return the layer's output, with its norm where that follows here, by one launch."""
+    def _run(self, launch: _Launch, x: Tensor | Residual, keywords: dict[str, Any]) -> Tensor | Residual | Ahead:
+        """Return the output of the launch's layers."""
         module: Any = self
         total, normed = (x.total if isinstance(x, Residual) else x), module.input_layernorm(x)
         rows = total.view(-1, total.shape[-1]), normed.view(-1, total.shape[-1])
-        tables = position_embeddings[0][0], position_embeddings[1][0]
-        launch: Any = ops.backend(total.device).decoder_layer
-        weights = [linear.packed.memory for linear in read.linears]  # type: ignore[union-attr]
-        storage = ops.backend(total.device).storage
-        wide = [None if bias is None else storage(bias.float()) for bias in read.biases]  # its values may have changed
-        parts = read.parts._replace(biases=wide)
-        out, after = launch(*rows, weights, parts, tables, kv_caches[module.self_attn.layer_idx], layout)
-        return out.view(total.shape) if after is None else Residual(out.view(total.shape), after.view(total.shape))
+        cos, sin = keywords["position_embeddings"]
+        caches = [keywords["kv_caches"][index] for index in launch.indices]
+        out, after = launch.compute(*rows, (cos[0], sin[0]), caches, keywords["layout"])
+        result: Any = out.view(total.shape)
+        if after is not None:
+            result = Residual(result, after.view(total.shape))
+        return Ahead(result, launch.layers[1:], keywords) if len(launch.layers) > 1 else result
 
 
 def pack_weights(model: PreTrainedModel) -> None:
@@ -251,6 +326,11 @@ class _Call(NamedTuple):
         """The hidden states that it was given."""
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
+    def like(self, other: _Call) -> bool:
+        """True if two calls differ in nothing but the hidden states."""
+        ours, theirs = ({**call.kwargs, "hidden_states": None} for call in (self, other))
+        return len(self.args) == len(other.args) <= 1 and _same_objects(ours, theirs)
+
 
 _NORMS = "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"  # of a layer or attention, may be fused
 
@@ -279,6 +359,7 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         fused = _fuse_if_equal(layer, FusedLayer, calls[layer])
         if fused and following and calls[following[0]].given is calls[layer].result:
             layer.following = following[1]
+            layer.continued = following[0] is not norm and calls[following[0]].like(calls[layer])
         following = (layer, (layer, "input_layernorm")) if fused else ()
 
 
@@ -312,7 +393,7 @@ def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
     try:
         found = [module(*call.args, **kwargs) for kwargs in variants]
         fused = all(map(_same, found, expected))
-    except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         fused = False
     if not fused:
         module.__class__ = own

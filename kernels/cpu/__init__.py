@@ -32,13 +32,14 @@ from .experts import (
 from .functions import route, row_sums, softmax, top_k, unary
 from .jit import storage
 from .layer import ROWS as LAYER_ROWS
-from .layer import decoder_layer
+from .layer import DecoderLayers
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
 from .simd import CHAIN
 
 GRAPHS = False  # can a step be recorded and replayed?
 LOGIT_ROWS = 256  # in memory at a time, where a trainer doesn't say
+decoder_layers = DecoderLayers
 
 
 def check_device(device: torch.device) -> None:
@@ -72,10 +73,10 @@ def gated_packed(
     return gated_activation(products[0], products[1], name)
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, experts: bool = False) -> None:
     """Compile every forward kernel for a storage dtype, or load it from the cache; a bar shows when that is long.
 
-    low_rank, experts: those of products with low-rank updates, and of mixtures of experts, too.
+    experts: those of mixtures of experts, too.
     """
     x, zeros = torch.zeros(1, 16, dtype=torch.float32), np.zeros(1, np.int32)
     cache = new_kv_cache(1, 1, 16, dtype, device)
@@ -86,9 +87,9 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
     draw = torch.zeros(1, dtype=torch.long), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     weight = storage(pack(stored)), 1, None
     norm = stored[0], 1e-5
-    weights = [storage(pack(stored.expand(16, 16)))] * 7
+    linear = storage(pack(stored.expand(16, 16))), 16, None, None
     of_layer = storage(stored[0]), 1e-5
-    parts = LayerParts([None] * 7, of_layer, of_layer, "silu", 1.0, 0)
+    parts = LayerParts([linear] * 7, [of_layer, of_layer, None, None], "silu", 1.0, 0)
     calls = (
         lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
@@ -98,9 +99,8 @@ def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, ex
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: place_heads(kv, kv, kv, (norm, norm), (stored, stored), layout, cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
-        lambda: decoder_layer(stored, stored, weights, parts, (stored, stored), cache, layout),
+        lambda: decoder_layers([parts])(stored, stored, (stored, stored), [cache], layout),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
-        *[lambda: linear_packed(x.expand(65, 16), [weight], dtype, [pack_low_rank(x, x[:, :1], 1.0)])] * low_rank,
         *[lambda: _warm_up_experts(dtype)] * experts,
     )
     for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
@@ -133,7 +133,7 @@ __all__ = [
     "check_device",
     "combine",
     "combine_backward",
-    "decoder_layer",
+    "decoder_layers",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

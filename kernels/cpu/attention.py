@@ -20,7 +20,7 @@ from numba import float32, prange
 from ..backend import HeadNorms
 from ..layout import PagedLayout
 from .elementwise import exp, norm_row, turn
-from .jit import elementwise, inline, own_storage, parallel, storage
+from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
 from .simd import LANES, fma, matmul_one, matmul_two, pairwise
 
@@ -73,7 +73,7 @@ def _softmax_step(s, r, low, high, scale, m, l):
 
 
 @inline
-def attend(
+def _attend_share(
     program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse
 ):
     """Attend for one of `programs` shares of the work: every `programs`-th pair of an item and a KV head."""
@@ -120,15 +120,21 @@ def attend(
             lse[token, h] = float32(float(m[r]) + math.log(float(l[r])))
 
 
-@parallel
-def _attention(
-    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs
-):
+@region
+def attend(q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs):
+    """Attend with q fp32 [T, heads, D], shared among programs; write `out` of its shape, and `lse` [T, heads]."""
     for program in prange(programs):
-        attend(
+        _attend_share(
             program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window,
             out, lse,
         )  # fmt: skip
+
+
+@composed
+def _attention(
+    q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs
+):
+    attend(q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs)
 
 
 @inline
@@ -142,7 +148,7 @@ def write_token(k, v, slot, k_cache, v_cache):
 
 
 @inline
-def _place(x, weight, eps, cos, sin, out):
+def place(x, weight, eps, cos, sin, out):
     """Norm each head of one token, unless the norm has no weight, and turn it."""
     if weight.size:
         normed = np.empty_like(x)
@@ -157,8 +163,8 @@ def _place(x, weight, eps, cos, sin, out):
 def _place_heads(q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, out):
     for t in prange(q.shape[0]):
         keys = np.empty_like(k[t])
-        _place(q[t], q_norm, q_eps, cos[t], sin[t], out[t])
-        _place(k[t], k_norm, k_eps, cos[t], sin[t], keys)
+        place(q[t], q_norm, q_eps, cos[t], sin[t], out[t])
+        place(k[t], k_norm, k_eps, cos[t], sin[t], keys)
         write_token(keys, v[t], slot_mapping[t], k_cache, v_cache)
 
 

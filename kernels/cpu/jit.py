@@ -87,6 +87,16 @@ def parallel(function):
     return _kernel(function, 0)
 
 
+def region(function):
+    """Compile a helper whose `prange` runs on the threads of the `composed` kernel that calls it."""
+    return numba.njit(error_model="numpy", nogil=True, parallel=True)(function)
+
+
+def composed(function):
+    """Compile a kernel that runs on the calling thread but for the regions that it calls, one after the other."""
+    return _kernel(function, 0, parallel=False)
+
+
 def elementwise(function):
     """Compile as `parallel` does, but run on one thread where the first array is small: waking others costs more."""
     return _kernel(function, 1 << 16)
@@ -100,8 +110,8 @@ def _set_numba_threads(count):
         raise RuntimeError(f"numba's threads don't start with NUMBA_THREADING_LAYER={layer}: {error}") from error
 
 
-def _kernel(function, serial_below):
-    compiled = _compile(function, parallel=True)
+def _kernel(function, serial_below, parallel=True):
+    compiled = _compile(function, parallel=parallel)
 
     @wraps(function)
     def launch(*args):

@@ -1,25 +1,52 @@
-"""A decoder layer in one launch: the other files' rows and panels, with no Python between them.
+"""Decoder layers that follow each other in one launch: the other files' rows and panels, with no Python between them.
 
-What is row-wise runs on one thread where the rows are few: waking the others costs more.
+What is row-wise runs on one thread where the rows are few: waking the others costs more. What a layer computes with is
+in tables of addresses, made once: to hand over hundreds of arrays costs more than a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from numba import prange
+from numba import carray, float32, prange
 
 from ..backend import LayerParts
 from ..layout import PagedLayout
-from .attention import attend, write_token
-from .elementwise import ACTIVATIONS, add_row, gated_products, narrow_row, norm_row, turn, widen_row
-from .jit import inline, own_storage, parallel
-from .linear import packed_product, packed_products
-from .simd import narrow, widen
+from .attention import BLOCK, attend, place, write_token
+from .elementwise import ACTIVATIONS, add_row, gated_products, narrow_row, norm_row, widen_row
+from .jit import composed, inline, own_storage, region
+from .linear import NO_LOW_RANK, LowRank, products
+from .simd import LANES, PANEL, narrow, pointer, widen
 
 ROWS = 256  # at most: the scratch of more is better allocated by torch
 _SERIAL_ROWS = 16
-_NO_BIAS = np.empty(0, np.float32)
+_NO_FLOAT = float32(0.0)
+_LINEAR = np.dtype([
+    ("panels", "i8"), ("bias", "i8"), ("down", "i8"), ("up", "i8"),  # addresses
+    ("count", "i8"), ("biases", "i8"), ("down_count", "i8"), ("up_count", "i8"),  # of panels, and of bias's elements
+    ("depth", "i8"), ("features", "i8"), ("rank", "i8"), ("scale", "f8"),
+])  # fmt: skip
+_NORM = np.dtype([("weight", "i8"), ("width", "i8"), ("eps", "f8")])  # width 0: there is none
+_LAYER = np.dtype([("scale", "f8"), ("window", "i8"), ("activation", "i8")])
+
+
+@inline
+def _weight(linear, like):
+    """Return a linear as `products` takes it."""
+    return (
+        carray(pointer(linear.panels, like), (linear.count, linear.depth, PANEL)),
+        carray(pointer(linear.bias, like), (linear.biases,)),
+        carray(pointer(linear.down, _NO_FLOAT), (linear.down_count, linear.depth, LANES)),
+        carray(pointer(linear.up, _NO_FLOAT), (linear.up_count, linear.rank, PANEL)),
+        linear.scale,
+    )
+
+
+@inline
+def _norm_weight(norm, like):
+    return carray(pointer(norm.weight, like), (norm.width,))
 
 
 @inline
@@ -35,8 +62,11 @@ def _narrow_rows(x, out):
 
 
 @inline
-def _rotate_and_write(q, k, v, cos, sin, slot_mapping, k_cache, v_cache, turned):
-    """Write keys, turned, and values to the cache, and turned queries to fp32 `turned`; q, k, v: the products, fp32."""
+def _place_share(q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, turned):
+    """Write keys, normed and turned, and values to the cache, and queries, treated alike, to fp32 `turned`.
+
+    q, k, v: the products, fp32 [T, heads * D].
+    """
     dim = cos.shape[1]
     heads, kv_heads = turned.shape[1], k_cache.shape[1]
     queries = np.empty((2, heads, dim), cos.dtype)
@@ -46,8 +76,8 @@ def _rotate_and_write(q, k, v, cos, sin, slot_mapping, k_cache, v_cache, turned)
         _narrow_rows(q[t].reshape(heads, dim), queries[0])
         _narrow_rows(k[t].reshape(kv_heads, dim), keys[0])
         _narrow_rows(v[t].reshape(kv_heads, dim), values)
-        turn(queries[0], cos[t], sin[t], queries[1])
-        turn(keys[0], cos[t], sin[t], keys[1])
+        place(queries[0], q_norm, q_eps, cos[t], sin[t], queries[1])
+        place(keys[0], k_norm, k_eps, cos[t], sin[t], keys[1])
         write_token(keys[1], values, slot_mapping[t], k_cache, v_cache)
         _widen_rows(queries[1], turned[t])
 
@@ -66,107 +96,154 @@ def _share(rows, part, parts):
 
 
 @inline
-def _add_rows(x, update, weight, eps, total, normed):
-    """Round `update` fp32 and add it to x; norm the sums, where there is a norm."""
+def _add_share(x, update, weight, eps, total, normed, wide):
+    """Round `update` fp32 and add it to x; norm the sums, where there is a norm, and write them to fp32 `wide`, too."""
     rounded = np.empty(x.shape, x.dtype)
     _narrow_rows(update, rounded)
     for i in range(x.shape[0]):
         add_row(x[i], rounded[i], total[i])
         if weight.size:
             norm_row(total[i], weight, eps, normed[i])
+            widen_row(normed[i], wide[i])
 
 
 @inline
-def _gate_rows(gate, up, kind, like, out):
+def _gate_share(gate, up, kind, like, out):
     """Write activation(gate) * up to fp32 `out`, all three rounded to the dtype of the array `like`."""
     stored = np.empty((3, gate.shape[1]), like.dtype)
     for i in range(gate.shape[0]):
         gated_products(gate[i], up[i], kind, stored, out[i])
 
 
-@parallel
+@region
+def _place_rows(parts, q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, turned):
+    if parts == 1:
+        _place_share(q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, turned)
+    else:
+        for part in prange(parts):
+            at = _share(q.shape[0], part, parts)
+            _place_share(
+                q[at], k[at], v[at], q_norm, q_eps, k_norm, k_eps, cos[at], sin[at], slot_mapping[at],
+                k_cache, v_cache, turned[at],
+            )  # fmt: skip
+
+
+@region
+def _add_rows(parts, x, update, weight, eps, total, normed, wide):
+    if parts == 1:
+        _add_share(x, update, weight, eps, total, normed, wide)
+    else:
+        for part in prange(parts):
+            at = _share(x.shape[0], part, parts)
+            _add_share(x[at], update[at], weight, eps, total[at], normed[at], wide[at])
+
+
+@region
+def _gate_rows(parts, gate, up, kind, like, out):
+    if parts == 1:
+        _gate_share(gate, up, kind, like, out)
+    else:
+        for part in prange(parts):
+            at = _share(gate.shape[0], part, parts)
+            _gate_share(gate[at], up[at], kind, like, out[at])
+
+
+@inline
 def _decoder_layer(
-    x, normed, q, k, v, o, gate, up, down, bias_q, bias_k, bias_v, bias_o, bias_gate, bias_up, bias_down,
-    middle, middle_eps, following, following_eps, kind, cos, sin, k_cache, v_cache,
-    slot_mapping, items, positions, block_tables, block_table_starts, scale, window, programs, total, out,
+    linears, norms, layer, cache, value_width, x, wide, cos, sin, slot_mapping, items, positions, block_tables,
+    block_table_starts, programs, total, out,
 ):  # fmt: skip
-    rows, hidden = x.shape
-    dim, width, keys = cos.shape[1], down.shape[1], k_cache.shape[1] * cos.shape[1]
-    heads = o.shape[1] // dim
-    wide = np.empty((rows, hidden), np.float32)
-    q_out = np.empty((rows, heads * dim), np.float32)
-    k_out, v_out = np.empty((rows, keys), np.float32), np.empty((rows, keys), np.float32)
+    """Compute a layer of x, whose norm is fp32 `wide`, to `total`, and its following norm to `out` and to `wide`."""
+    rows, hidden, dim = x.shape[0], x.shape[1], cos.shape[1]
+    like = x[0, 0]
+    q, k, v, o, gate, up, down = linears[0], linears[1], linears[2], linears[3], linears[4], linears[5], linears[6]
+    middle, following, of_q, of_k = norms[0], norms[1], norms[2], norms[3]
+    heads, kv_heads = q.features // dim, k.features // dim
+    k_cache = carray(pointer(cache[0], like), (cache[2], kv_heads, dim, BLOCK))
+    v_cache = carray(pointer(cache[1], like), (cache[2], kv_heads, BLOCK, value_width))
+    no_rank = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
+    no_weight = np.empty((0, 0, PANEL), x.dtype), np.empty(0, x.dtype), no_rank[0], no_rank[1], no_rank[2]
+    nowhere = np.empty((0, 0), np.float32)
+    q_out, k_out = np.empty((rows, q.features), np.float32), np.empty((rows, k.features), np.float32)
+    v_out = np.empty((rows, v.features), np.float32)
     turned, attended = np.empty((rows, heads, dim), np.float32), np.empty((rows, heads, dim), np.float32)
-    lse = np.empty((rows, heads), np.float32)
-    flat = attended.reshape(rows, heads * dim)
-    parts = programs if rows > _SERIAL_ROWS else 1
+    flat, lse = attended.reshape(rows, heads * dim), np.empty((rows, heads), np.float32)
     update = np.empty((rows, hidden), np.float32)
-    gate_out, up_out = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    gate_out, up_out = np.empty((rows, gate.features), np.float32), np.empty((rows, up.features), np.float32)
+    parts = programs if rows > _SERIAL_ROWS else 1
 
-    _widen_rows(normed, wide)
-    for p in prange(q.shape[0] + k.shape[0] + v.shape[0]):
-        packed_products(wide, p, q, k, v, bias_q, bias_k, bias_v, q_out, k_out, v_out)
-    if parts == 1:
-        _rotate_and_write(q_out, k_out, v_out, cos, sin, slot_mapping, k_cache, v_cache, turned)
-    else:
-        for part in prange(parts):
-            at = _share(rows, part, parts)
-            _rotate_and_write(
-                q_out[at], k_out[at], v_out[at], cos[at], sin[at], slot_mapping[at], k_cache, v_cache, turned[at]
-            )
-    for program in prange(programs):
-        attend(
-            program, programs, turned, k_cache, v_cache, items, positions, block_tables, block_table_starts,
-            scale, window, attended, lse,
-        )  # fmt: skip
-    _round_rows(flat, x[0, 0])
-    for p in prange(o.shape[0]):
-        packed_product(flat, o, p, bias_o, update)
-    if parts == 1:
-        _add_rows(x, update, middle, middle_eps, total, out)
-        _widen_rows(out, wide)
-    else:
-        for part in prange(parts):
-            at = _share(rows, part, parts)
-            _add_rows(x[at], update[at], middle, middle_eps, total[at], out[at])
-            _widen_rows(out[at], wide[at])
-    for p in prange(gate.shape[0] + up.shape[0]):
-        packed_products(wide, p, gate, up, up[:0], bias_gate, bias_up, bias_up, gate_out, up_out, up_out)
-    if parts == 1:
-        _gate_rows(gate_out, up_out, kind, x, gate_out)
-    else:
-        for part in prange(parts):
-            at = _share(rows, part, parts)
-            _gate_rows(gate_out[at], up_out[at], kind, x, gate_out[at])
-    for p in prange(down.shape[0]):
-        packed_product(gate_out, down, p, bias_down, update)
-    if parts == 1:
-        _add_rows(total, update, following, following_eps, total, out)
-    else:
-        for part in prange(parts):
-            at = _share(rows, part, parts)
-            _add_rows(total[at], update[at], following, following_eps, total[at], out[at])
-
-
-def decoder_layer(
-    x: torch.Tensor,
-    normed: torch.Tensor,
-    weights: list[np.ndarray],
-    parts: LayerParts,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    cache: tuple[torch.Tensor, torch.Tensor],
-    layout: PagedLayout,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the layer's output and its following norm, [rows, hidden] in x's dtype; see `DecoderLayer`."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    biases = [_NO_BIAS if bias is None else bias for bias in parts.biases]
-    (middle, middle_eps), following = parts.middle_norm, parts.following_norm
-    last, last_eps = (middle[:0], 0.0) if following is None else following
-    where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
-    _decoder_layer(
-        own_storage(x.contiguous()), own_storage(normed.contiguous()), *weights, *biases,
-        middle, middle_eps, last, last_eps, ACTIVATIONS.index(parts.activation),
-        *[own_storage(t.contiguous()) for t in (*tables, *cache)], *where,
-        parts.scale, parts.window, torch.get_num_threads(), own_storage(total), own_storage(out),
+    products(wide, like, _weight(q, like), _weight(k, like), _weight(v, like), q_out, k_out, v_out)
+    _place_rows(
+        parts, q_out, k_out, v_out, _norm_weight(of_q, like), of_q.eps, _norm_weight(of_k, like), of_k.eps,
+        cos, sin, slot_mapping, k_cache, v_cache, turned,
     )  # fmt: skip
-    return total, None if following is None else out
+    attend(
+        turned, k_cache, v_cache, items, positions, block_tables, block_table_starts, layer.scale, layer.window,
+        attended, lse, programs,
+    )  # fmt: skip
+    _round_rows(flat, like)
+    products(flat, like, _weight(o, like), no_weight, no_weight, update, nowhere, nowhere)
+    _add_rows(parts, x, update, _norm_weight(middle, like), middle.eps, total, out, wide)
+    products(wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
+    _gate_rows(parts, gate_out, up_out, layer.activation, x, gate_out)
+    products(gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
+    _add_rows(parts, total, update, _norm_weight(following, like), following.eps, total, out, wide)
+
+
+@composed
+def _decoder_layers(
+    x, normed, linears, norms, layers, caches, value_width, cos, sin, slot_mapping, items, positions, block_tables,
+    block_table_starts, programs, total, out,
+):  # fmt: skip
+    wide = np.empty(x.shape, np.float32)
+    _widen_rows(normed, wide)
+    for i in range(layers.size):
+        _decoder_layer(
+            linears[i], norms[i], layers[i], caches[i], value_width, total if i else x, wide, cos, sin, slot_mapping,
+            items, positions, block_tables, block_table_starts, programs, total, out,
+        )  # fmt: skip
+
+
+class DecoderLayers:
+    """Decoder layers that follow each other, in one launch; see `backend.DecoderLayers`."""
+
+    def __init__(self, layers: Sequence[LayerParts]):
+        self._linears = np.array([[_linear_entry(*each) for each in parts.linears] for parts in layers], _LINEAR)
+        self._norms = np.array([[_norm_entry(norm) for norm in parts.norms] for parts in layers], _NORM)
+        kinds = [(parts.scale, parts.window, ACTIVATIONS.index(parts.activation)) for parts in layers]
+        self._layers = np.array(kinds, _LAYER)
+        self._has_following = layers[-1].norms[1] is not None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layout: PagedLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype."""
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        places = np.array([(k.data_ptr(), v.data_ptr(), len(k)) for k, v in caches])
+        where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
+        _decoder_layers(
+            own_storage(x.contiguous()), own_storage(normed.contiguous()), self._linears, self._norms, self._layers,
+            places, caches[0][1].shape[-1], *[own_storage(t.contiguous()) for t in tables], *where,
+            torch.get_num_threads(), own_storage(total), own_storage(out),
+        )  # fmt: skip
+        return total, out if self._has_following else None
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _linear_entry(panels: np.ndarray, features: int, bias: np.ndarray | None, low_rank: LowRank | None) -> tuple:
+    down, up, scale = low_rank or NO_LOW_RANK
+    addresses = _address(panels), 0 if bias is None else _address(bias), _address(down), _address(up)
+    counts = len(panels), 0 if bias is None else len(bias), len(down), len(up)
+    return *addresses, *counts, panels.shape[1], features, up.shape[1], scale
+
+
+def _norm_entry(norm: tuple[np.ndarray, float] | None) -> tuple:
+    return (0, 0, 0.0) if norm is None else (_address(norm[0]), len(norm[0]), norm[1])

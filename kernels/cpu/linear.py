@@ -6,18 +6,20 @@ training packs a panel at a time into a scratch that stays in cache. Both feed t
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
 from numba import float32, prange
 
 from .copies import pack_panel, transpose
-from .jit import inline, parallel, storage
+from .jit import composed, inline, parallel, region, storage
 from .pages import new_memory
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-_NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
+NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
+LowRank = tuple[np.ndarray, np.ndarray, float]  # what `pack_low_rank` gives
 _LIKE = {dtype: storage(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _ROWS = 64  # of a low-rank update's inner product, that a thread computes at a time
 
@@ -46,57 +48,23 @@ def _panel_product(x, panel, panel_index, out, following):
 def _start_panel(panel_index, bias, out):
     for r in range(out.shape[0]):
         for j in range(panel_index * PANEL, min((panel_index + 1) * PANEL, out.shape[1])):
-            out[r, j] = bias[j] if bias.size else float32(0.0)
-
-
-@inline
-def packed_product(x, panels, p, bias, out):
-    """Compute panel p of bias + x @ weight.T, weight as `pack` lays it out."""
-    _start_panel(p, bias, out)
-    _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
-
-
-@inline
-def packed_products(x, p, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
-    """Compute panel p of those of three weights, one after the other."""
-    first, second = a.shape[0], a.shape[0] + b.shape[0]
-    if p < first:
-        packed_product(x, a, p, bias_a, out_a)
-    elif p < second:
-        packed_product(x, b, p - first, bias_b, out_b)
-    else:
-        packed_product(x, c, p - second, bias_c, out_c)
-
-
-@parallel
-def _linear_packed(x, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c):
-    for p in prange(a.shape[0] + b.shape[0] + c.shape[0]):
-        packed_products(x, p, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c)
+            out[r, j] = widen(bias[j]) if bias.size else float32(0.0)
 
 
 @inline
 def _low_rank_rows(x, down, first, rows, inner):
     """Compute some rows of `inner` = x @ down.T."""
     depth, width = x.shape[1], inner.shape[1]
+    inner[first : first + rows] = float32(0.0)
     source = x.ctypes.data + 4 * first * depth
     for p in range(down.shape[0]):
         target = inner.ctypes.data + 4 * (first * width + p * LANES)
         blocked_one(source, depth, down[p], 0, LANES, depth, target, width, rows, down.ctypes.data)
 
 
-@parallel
-def _low_rank_inner(x, down_a, down_b, down_c, inner_a, inner_b, inner_c):
-    for chunk in prange((x.shape[0] + _ROWS - 1) // _ROWS):
-        first = chunk * _ROWS
-        rows = min(_ROWS, x.shape[0] - first)
-        _low_rank_rows(x, down_a, first, rows, inner_a)
-        _low_rank_rows(x, down_b, first, rows, inner_b)
-        _low_rank_rows(x, down_c, first, rows, inner_c)
-
-
 @inline
 def _add_low_rank(inner, up, p, scale, like, out):
-    """Round a panel of `out` to the dtype of the array `like`, and add scale * (inner @ up.T) to it."""
+    """Round a panel of `out` to the dtype of the element `like`, and add scale * (inner @ up.T) to it."""
     rows, width = inner.shape
     first = p * PANEL
     update = np.zeros((rows, PANEL), np.float32)
@@ -104,33 +72,56 @@ def _add_low_rank(inner, up, p, scale, like, out):
     blocked_panel(address, width, up[p], 0, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, up[p].ctypes.data)
     for r in range(rows):
         for j in range(min(PANEL, out.shape[1] - first)):
-            out[r, first + j] = widen(narrow(out[r, first + j], like[0])) + scale * update[r, j]
+            out[r, first + j] = widen(narrow(out[r, first + j], like)) + scale * update[r, j]
 
 
 @inline
-def _adapted_product(x, panels, p, bias, out, inner, up, scale, like):
-    packed_product(x, panels, p, bias, out)
+def _packed_product(x, panels, p, bias, out, inner, up, scale, like):
+    """Compute panel p of bias + x @ weight.T, and of its low-rank update where there is one."""
+    _start_panel(p, bias, out)
+    _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
     if up.shape[0]:
-        _add_low_rank(inner, up, p, scale, like, out)
+        _add_low_rank(inner, up, p, float32(scale), like, out)
 
 
-@parallel
-def _linear_low_rank(
-    x, like, a, b, c, bias_a, bias_b, bias_c, out_a, out_b, out_c,
-    down_a, down_b, down_c, inner_a, inner_b, inner_c, up_a, up_b, up_c, scale_a, scale_b, scale_c,
-):  # fmt: skip
-    if x.shape[0] <= _ROWS:  # by one thread: waking the others twice costs more
-        _low_rank_rows(x, down_a, 0, x.shape[0], inner_a)
-        _low_rank_rows(x, down_b, 0, x.shape[0], inner_b)
-        _low_rank_rows(x, down_c, 0, x.shape[0], inner_c)
-    first, second = a.shape[0], a.shape[0] + b.shape[0]
-    for p in prange(second + c.shape[0]):
-        if p < first:
-            _adapted_product(x, a, p, bias_a, out_a, inner_a, up_a, float32(scale_a), like)
-        elif p < second:
-            _adapted_product(x, b, p - first, bias_b, out_b, inner_b, up_b, float32(scale_b), like)
+@region
+def products(x, like, a, b, c, out_a, out_b, out_c):
+    """Compute `packed_weight`s' products of x [rows, depth], one after the other, in fp32.
+
+    Where one has a low-rank update, the product is rounded to the dtype of the element `like` before the sum.
+    """
+    panels_a, bias_a, down_a, up_a, scale_a = a
+    panels_b, bias_b, down_b, up_b, scale_b = b
+    panels_c, bias_c, down_c, up_c, scale_c = c
+    rows = x.shape[0]
+    inner_a = np.empty((rows, down_a.shape[0] * LANES), np.float32)
+    inner_b = np.empty((rows, down_b.shape[0] * LANES), np.float32)
+    inner_c = np.empty((rows, down_c.shape[0] * LANES), np.float32)
+    if down_a.shape[0] + down_b.shape[0] + down_c.shape[0]:
+        if rows <= _ROWS:  # by one thread: waking the others twice costs more
+            _low_rank_rows(x, down_a, 0, rows, inner_a)
+            _low_rank_rows(x, down_b, 0, rows, inner_b)
+            _low_rank_rows(x, down_c, 0, rows, inner_c)
         else:
-            _adapted_product(x, c, p - second, bias_c, out_c, inner_c, up_c, float32(scale_c), like)
+            for chunk in prange((rows + _ROWS - 1) // _ROWS):
+                first = chunk * _ROWS
+                count = min(_ROWS, rows - first)
+                _low_rank_rows(x, down_a, first, count, inner_a)
+                _low_rank_rows(x, down_b, first, count, inner_b)
+                _low_rank_rows(x, down_c, first, count, inner_c)
+    end_a, end_b = panels_a.shape[0], panels_a.shape[0] + panels_b.shape[0]
+    for p in prange(end_b + panels_c.shape[0]):
+        if p < end_a:
+            _packed_product(x, panels_a, p, bias_a, out_a, inner_a, up_a, scale_a, like)
+        elif p < end_b:
+            _packed_product(x, panels_b, p - end_a, bias_b, out_b, inner_b, up_b, scale_b, like)
+        else:
+            _packed_product(x, panels_c, p - end_b, bias_c, out_c, inner_c, up_c, scale_c, like)
+
+
+@composed
+def _linear_packed(x, like, a, b, c, out_a, out_b, out_c):
+    products(x, like[0], a, b, c, out_a, out_b, out_c)
 
 
 @inline
@@ -196,11 +187,17 @@ def _start(bias: torch.Tensor | None) -> np.ndarray:
     return _NO_BIAS if bias is None else storage(bias.float())
 
 
+def _packed_weight(panels: np.ndarray, bias: torch.Tensor | None, low_rank: LowRank | None) -> tuple:
+    """Return a weight as `products` takes it."""
+    of_bias = panels[:0, 0, 0] if bias is None else storage(bias)
+    return panels, of_bias, *(low_rank or NO_LOW_RANK)
+
+
 def linear_packed(
     x: torch.Tensor,
     weights: list[tuple[np.ndarray, int, torch.Tensor | None]],
     dtype: torch.dtype = torch.float32,
-    low_ranks: Sequence[tuple[np.ndarray, np.ndarray, float] | None] = (),
+    low_ranks: Sequence[LowRank | None] = (),
 ) -> list[torch.Tensor]:
     """Return bias + x @ weight.T, [rows, features] in `dtype`, for each of up to three weights, in one launch.
 
@@ -209,21 +206,15 @@ def linear_packed(
     """
     x = x.float().contiguous()
     outs = [x.new_empty(x.shape[0], features) for _, features, _ in weights]
-    panels = [p for p, _, _ in weights]
+    given = [
+        _packed_weight(panels, bias, low_rank)
+        for (panels, _, bias), low_rank in zip_longest(weights, low_ranks)  # type: ignore[misc]
+    ]
     none = 3 - len(weights)
-    args = (
-        *panels, *[panels[0][:0]] * none,
-        *[_start(bias) for *_, bias in weights], *[_NO_BIAS] * none,
-        *[out.numpy() for out in outs], *[_NO_OUT] * none,
-    )  # fmt: skip
-    if any(low_ranks):
-        downs, ups, scales = zip(*(each or _NO_LOW_RANK for each in (*low_ranks, *[None] * none)), strict=True)
-        inners = [np.zeros((x.shape[0], down.shape[0] * LANES), np.float32) for down in downs]
-        if x.shape[0] > _ROWS:
-            _low_rank_inner(x.numpy(), *downs, *inners)
-        _linear_low_rank(x.numpy(), _LIKE[dtype], *args, *downs, *inners, *ups, *scales)
-    else:
-        _linear_packed(x.numpy(), *args)
+    panels = weights[0][0]
+    like = _LIKE[dtype] if any(low_ranks) else panels[:1, 0, 0]
+    nothing = [_packed_weight(panels[:0], None, None)] * none
+    _linear_packed(x.numpy(), like, *given, *nothing, *[out.numpy() for out in outs], *[_NO_OUT] * none)
     return [out.to(dtype) for out in outs]
 
 

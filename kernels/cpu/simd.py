@@ -75,6 +75,16 @@ def bits_float(typingctx, x):
 
 
 @intrinsic
+def pointer(typingctx, address, like):
+    """Return an address as a pointer to elements of `like`'s type, for `numba.carray`."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.int64, like), codegen
+
+
+@intrinsic
 def widen(typingctx, x):
     """Return a stored element as fp32."""
     stored = _HALVES.get(x, "float32")

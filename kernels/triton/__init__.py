@@ -49,7 +49,7 @@ from .work import small_lengths, tile_tokens, work_items
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
 LAYER_ROWS = 0
-decoder_layer = None  # a graph holds all layers
+decoder_layers = None  # a graph holds all layers
 LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part adds to all of lm_head's gradient
 
 
@@ -98,7 +98,7 @@ def trees(device: torch.device) -> dict[str, str]:
     }
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, low_rank: bool = False, experts: bool = False) -> None:
+def warm_up(dtype: torch.dtype, device: torch.device, experts: bool = False) -> None:
     """Do nothing: kernels are compiled when they are first needed, for the shapes of the model."""
 
 
@@ -212,7 +212,7 @@ __all__ = [
     "check_device",
     "combine",
     "combine_backward",
-    "decoder_layer",
+    "decoder_layers",
     "gated_activation",
     "gated_activation_backward",
     "gated_halves",

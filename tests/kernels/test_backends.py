@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from samebits.kernels import cpu, ops, triton
-from samebits.kernels.backend import Backend, DecoderLayer
+from samebits.kernels.backend import Backend, DecoderLayers
 
 FUNCTIONS = {name: f for name, f in vars(Backend).items() if inspect.isfunction(f) and not name.startswith("_")}
 CONSTANTS = set(Backend.__annotations__)
-OPTIONAL = {"decoder_layer": DecoderLayer.__call__}  # None where a backend does without
+OPTIONAL = {"decoder_layers": DecoderLayers}  # None where a backend does without
 
 
 def parameters(function) -> list[tuple]:
@@ -32,7 +32,8 @@ def test_a_backend_s_functions_have_the_signatures_of_the_protocol(backend, name
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_what_a_backend_may_do_without_has_the_signature_of_the_protocol(name):
-    assert parameters(getattr(cpu, name)) == parameters(OPTIONAL[name])
+    for method in ("__init__", "__call__"):
+        assert parameters(getattr(getattr(cpu, name), method)) == parameters(getattr(OPTIONAL[name], method))
     assert getattr(triton, name) is None and triton.LAYER_ROWS == 0
 
 

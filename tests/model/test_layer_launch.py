@@ -1,4 +1,6 @@
-"""A decoder layer of few rows in one launch: the bits of its kernels one by one, and only where it stands for them."""
+"""Decoder layers of few rows in one launch: the bits of their kernels one by one, and only where it stands for them."""
+
+import weakref
 
 import pytest
 import torch
@@ -6,9 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams
 from samebits.kernels import cpu
+from samebits.model.rollout import prepare_rollout
+from samebits.model.stage import stage_model
+
+from helpers.adapters import adapted_model
 
 PROMPTS = [[5, 7, 11 + i] for i in range(3)]
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+LAYERS = 3
 
 
 def generate(llm: LLM, prompts=PROMPTS) -> list:
@@ -21,65 +28,130 @@ def layers_of(llm: LLM):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The rows of each launch, as they come."""
-    rows = []
-    launch = cpu.decoder_layer
+    """The layers and rows of each launch, as they come."""
+    found = []
 
-    def counted(x, *rest):
-        rows.append(len(x))
-        return launch(x, *rest)
+    class Counted(cpu.DecoderLayers):
+        def __init__(self, layers):
+            self.count = len(layers)
+            super().__init__(layers)
 
-    monkeypatch.setattr(cpu, "decoder_layer", counted)
-    return rows
+        def __call__(self, x, *rest):
+            found.append((self.count, len(x)))
+            return super().__call__(x, *rest)
+
+    monkeypatch.setattr(cpu, "decoder_layers", Counted)
+    return found
+
+
+def in_single_kernels(llm: LLM, launches: list, monkeypatch, prompts=PROMPTS) -> list:
+    """What the engine generates without a launch of layers."""
+    llm.reset_prefix_cache()
+    launches.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "LAYER_ROWS", 0)
+        found = generate(llm, prompts)
+    assert not launches
+    return found
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(checkpoint, family, dtype, launches, monkeypatch):
-    llm = LLM(checkpoint(family), dtype=dtype, kv_cache_memory_bytes=2**24)
-    for number, tokens in ((3, 3), (17, 3), (40, 9)):
+@pytest.mark.parametrize("family", ["llama", "llama3-bias", "qwen2", "qwen3", "mistral"])
+def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family, dtype, adapted, launches, monkeypatch):
+    path = checkpoint(family, num_hidden_layers=LAYERS)
+    adapter = adapted_model(path, dtype) if adapted else None
+    llm = LLM(path, dtype=dtype, adapter=adapter, kv_cache_memory_bytes=2**24)
+    for number, tokens in ((3, 3), (17, 3), (40, 9)):  # rows by one thread, shared, and low-rank updates shared, too
         prompts = [[5, 7, *[11 + i] * (tokens - 2)] for i in range(number)]
-        monkeypatch.setattr(cpu, "LAYER_ROWS", 256)
         launches.clear()
         found = generate(llm, prompts)
-        assert number in launches and max(launches) <= cpu.LAYER_ROWS
-        llm.reset_prefix_cache()
-        launches.clear()
-        monkeypatch.setattr(cpu, "LAYER_ROWS", 0)
-        assert generate(llm, prompts) == found and not launches
+        assert (LAYERS, number) in launches
+        assert {count for count, _ in launches} == {LAYERS}
+        assert max(rows for _, rows in launches) <= cpu.LAYER_ROWS
+        assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
+
+
+def test_windows_of_a_layer_are_its_own(checkpoint, launches, monkeypatch):
+    settings = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    llm = LLM(checkpoint("qwen2", num_hidden_layers=LAYERS, **settings), kv_cache_memory_bytes=2**22)
+    windows = [layer.self_attn.observed.window for layer in layers_of(llm)]
+    assert windows[1] and not windows[0]
+    found = generate(llm)
+    assert launches
+    assert in_single_kernels(llm, launches, monkeypatch) == found
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (1, 3), (2, 3)])
+def test_a_stage_launches_the_layers_that_are_its_own(checkpoint, layers, launches):
+    stage = stage_model(checkpoint("llama", num_hidden_layers=LAYERS), "float32", "cpu", layers)
+    prepare_rollout(stage)  # compares its bits
+    assert launches[-1][0] == layers[1] - layers[0]
 
 
 def test_a_hook_sees_its_module_and_the_others_keep_their_launches(checkpoint, launches):
-    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
+    llm = LLM(checkpoint("llama", num_hidden_layers=LAYERS), kv_cache_memory_bytes=2**22)
     expected = generate(llm)
-    layers = layers_of(llm)
     seen = []
-    handle = layers[0].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call))
+    handle = layers_of(llm)[1].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call))
+    for rounds in range(2):
+        llm.reset_prefix_cache()
+        launches.clear()
+        seen.clear()
+        assert generate(llm) == expected
+        assert len(seen) * (not rounds) * 2 == len(launches) * (not rounds)
+        if not rounds:
+            assert {count for count, _ in launches} == {1}
+        handle.remove()
+    assert launches and not seen
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_a_hook_between_two_layers_sees_the_second_s_input(checkpoint, before, launches):
+    path = checkpoint("llama", num_hidden_layers=LAYERS)
+    llm = LLM(path, kv_cache_memory_bytes=2**22)
+    expected = generate(llm)
+    seen = []
+    layers = layers_of(llm)
+    if before:
+        layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].total.clone()))
+    else:
+        layers[0].register_forward_hook(lambda module, args, out: seen.append(out.total.clone()))
     llm.reset_prefix_cache()
-    before = len(launches)
-    assert generate(llm) == expected and seen
-    assert len(launches) - before == len(seen) * (len(layers) - 1)
-    handle.remove()
-    assert layers[0]._read(torch.zeros(1, 2, 8)) is not None
+    launches.clear()
+    assert generate(llm) == expected
+    assert {count for count, _ in launches} == {1, 2}
+    prompts = [list(p) for p in PROMPTS]
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    states = plain(torch.tensor(prompts), output_hidden_states=True).hidden_states[1]
+    assert torch.allclose(seen[0].reshape(states.shape), states, atol=1e-3)
 
 
-def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, monkeypatch):
+def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, launches, monkeypatch):
     path = checkpoint("llama")
     expected = generate(LLM(path, kv_cache_memory_bytes=2**22))
-    launch = cpu.decoder_layer
-    calls = []
 
-    def wrong(*args):
-        calls.append(args)
-        total, normed = launch(*args)
-        return torch.nextafter(total, total + 1), normed
+    class Wrong(cpu.decoder_layers):  # the counted one
+        def __call__(self, *args):
+            total, normed = super().__call__(*args)
+            return torch.nextafter(total, total + 1), normed
 
-    monkeypatch.setattr(cpu, "decoder_layer", wrong)
+    monkeypatch.setattr(cpu, "decoder_layers", Wrong)
+    launches.clear()
     llm = LLM(path, kv_cache_memory_bytes=2**22)
-    assert calls
-    calls.clear()
-    assert generate(llm) == expected and not calls
+    assert launches
+    launches.clear()
+    assert generate(llm) == expected and not launches
+
+
+def test_layers_called_in_another_order_are_an_error(checkpoint):
+    llm = LLM(checkpoint("llama", num_hidden_layers=LAYERS), kv_cache_memory_bytes=2**22)
+    layers = layers_of(llm)
+    order = [*layers]
+    layers[1], layers[2] = order[2], order[1]
+    with pytest.raises(RuntimeError, match="calls its layers otherwise"):
+        generate(llm)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,13 +167,24 @@ def test_a_launch_follows_an_update_of_what_it_was_read_from(checkpoint, part, u
     launches.clear()
     found = generate(llm)
     assert launches and found != before
-    llm.reset_prefix_cache()
-    monkeypatch.setattr(cpu, "LAYER_ROWS", 0)
-    assert generate(llm) == found
+    assert in_single_kernels(llm, launches, monkeypatch) == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_launch_follows_an_update_of_the_adapter(checkpoint, dtype, launches, monkeypatch):
+    path = checkpoint("qwen3", num_hidden_layers=LAYERS)
+    llm = LLM(path, dtype=dtype, adapter=adapted_model(path, dtype), kv_cache_memory_bytes=2**22)
+    before = generate(llm)
+    for seed in (1, 2):
+        llm.update_weights(adapted_model(path, dtype, seed=seed))
+        launches.clear()
+        found = generate(llm)
+        assert launches and found != before
+        assert in_single_kernels(llm, launches, monkeypatch) == found
 
 
 def test_a_launch_follows_a_module_that_takes_another_s_place(checkpoint, launches):
-    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
+    llm = LLM(checkpoint("llama", num_hidden_layers=LAYERS), kv_cache_memory_bytes=2**22)
     expected = generate(llm)
     mlp = layers_of(llm)[0].mlp
     own = mlp.up_proj
@@ -109,6 +192,20 @@ def test_a_launch_follows_a_module_that_takes_another_s_place(checkpoint, launch
     llm.reset_prefix_cache()
     launches.clear()
     assert generate(llm) == expected
-    assert len(launches) % (len(layers_of(llm)) - 1) == 0 and launches
+    assert {count for count, _ in launches} == {LAYERS - 1}
     mlp.up_proj = own
-    assert layers_of(llm)[0]._read(torch.zeros(1, 2, 8)) is not None
+    llm.reset_prefix_cache()
+    launches.clear()
+    assert generate(llm) == expected
+    assert {count for count, _ in launches} == {LAYERS}
+
+
+def test_what_a_launch_was_read_from_is_not_kept_alive(checkpoint):
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
+    generate(llm)
+    layers = layers_of(llm)
+    launch = layers[0]._last_launch
+    assert launch.holds()
+    weight = weakref.ref(layers[0].mlp.up_proj.packed)
+    layers[0].mlp.up_proj.packed = None
+    assert weight() is None and not launch.holds()
