@@ -22,7 +22,7 @@ from ..layout import PagedLayout
 from .elementwise import exp, norm_row, turn
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
-from .simd import LANES, fma, matmul_one, matmul_two, pairwise
+from .simd import LANES, fma, matmul_four, matmul_one, matmul_two, pairwise
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
@@ -37,39 +37,35 @@ def padded_dim(head_dim: int) -> int:
 
 
 @inline
-def _product(a, b, depth, c, rows, following):
-    """Add a[:rows, :depth] @ b[:depth] to c[:rows]. following: what is read next, to fetch it meanwhile."""
-    columns, ahead = b.shape[1], following.ctypes.data
+def _product(a, stride_a, b, like, size, columns, depth, c, rows, ahead):
+    """Add a[:rows, :depth] @ b[:depth, :columns] to c[:rows], all by their addresses.
+
+    like, size: an element of b, and its bytes. ahead: the address of what is read next, to fetch it meanwhile.
+    """
     j = 0
+    while columns - j >= 4 * LANES:
+        matmul_four(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        j, ahead = j + 4 * LANES, ahead + 4 * LANES * depth * size
     while columns - j >= 2 * LANES:
-        matmul_two(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
-        j, ahead = j + 2 * LANES, ahead + 2 * LANES * depth * b.itemsize
+        matmul_two(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        j, ahead = j + 2 * LANES, ahead + 2 * LANES * depth * size
     while columns - j >= LANES:
-        matmul_one(a.ctypes.data, a.shape[1], b, j, columns, depth, c.ctypes.data + 4 * j, columns, rows, ahead)
-        j, ahead = j + LANES, ahead + LANES * depth * b.itemsize
+        matmul_one(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        j, ahead = j + LANES, ahead + LANES * depth * size
 
 
 @inline
-def _softmax_step(s, r, low, high, scale, m, l):
-    """Turn scores s[r] into weights relative to the new maximum; return (maximum, sum, factor for what came before).
+def _keys_seen(position, base, window):
+    """Return the first key of the block at `base` that a query sees, and the end of those."""
+    return max(0, position - window + 1 - base) if window > 0 else 0, min(BLOCK, position - base + 1)
 
-    Loops over all keys have no condition, so that they become vectors; few blocks have a masked key.
-    """
-    row = s.ctypes.data + 4 * BLOCK * r
-    masked = low > 0 or high < BLOCK
-    for j in range(BLOCK):
-        s[r, j] *= scale
-    if masked:
+
+@inline
+def _mask(s, r, low, high, value):
+    """Give the keys that a row doesn't see a value; few blocks have any, so that other loops over keys stay vectors."""
+    if low > 0 or high < BLOCK:
         for j in range(BLOCK):
-            s[r, j] = s[r, j] if low <= j < high else _MASKED
-    new = max(m, block_max(row))
-    for j in range(BLOCK):
-        s[r, j] = exp(s[r, j] - new)
-    if masked:
-        for j in range(BLOCK):
-            s[r, j] = s[r, j] if low <= j < high else _ZERO
-    factor = exp(m - new)
-    return new, fma(l, factor, block_sum(row)), factor
+            s[r, j] = s[r, j] if low <= j < high else value
 
 
 @inline
@@ -85,11 +81,15 @@ def _attend_share(
     qs = np.empty((most, dim), np.float32)
     s = np.empty((most, BLOCK), np.float32)
     o = np.empty((most, width), np.float32)
-    m = np.empty(most, np.float32)
-    l = np.empty(most, np.float32)
+    m, l, largest = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.float32)
+    at_q, at_s, at_o = qs.ctypes.data, s.ctypes.data, o.ctypes.data  # outside the loops: numba counts references
+    like, size = k_cache[0, 0, 0, 0], k_cache.itemsize
+    k_stride, v_stride = k_cache.strides[0], v_cache.strides[0]
     for work in range(program, items.shape[0] * kv_heads, programs):
         first, count, sequence = items[work // kv_heads]
         head = work % kv_heads
+        at_k = k_cache.ctypes.data + head * k_cache.strides[1]
+        at_v = v_cache.ctypes.data + head * v_cache.strides[1]
         rows = count * group
         position = positions[first]
         for r in range(rows):
@@ -103,16 +103,29 @@ def _attend_share(
             number = block_tables[block_table_starts[sequence] + block]
             following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
             base = block * BLOCK
-            s[:rows] = _ZERO
-            _product(qs, k_cache[number, head], dim, s, rows, v_cache[number, head])
+            keys, values, ahead = at_k + k_stride * number, at_v + v_stride * number, at_k + k_stride * following
             for r in range(rows):
-                here = position + r // group
-                low = max(0, here - window + 1 - base) if window > 0 else 0
-                m[r], l[r], factor = _softmax_step(s, r, low, min(BLOCK, here - base + 1), float32(scale), m[r], l[r])
+                for j in range(BLOCK):
+                    s[r, j] = _ZERO
+            _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, rows, values)
+            for r in range(rows):  # by stages, so that rows overlap
+                for j in range(BLOCK):
+                    s[r, j] *= float32(scale)
+                low, high = _keys_seen(position + r // group, base, window)
+                _mask(s, r, low, high, _MASKED)
+                largest[r] = max(m[r], block_max(at_s + 4 * BLOCK * r))
+            for r in range(rows):
+                for j in range(BLOCK):
+                    s[r, j] = exp(s[r, j] - largest[r])
+            for r in range(rows):
+                low, high = _keys_seen(position + r // group, base, window)
+                _mask(s, r, low, high, _ZERO)
+                factor = exp(m[r] - largest[r])  # for what came before
+                m[r], l[r] = largest[r], fma(l[r], factor, block_sum(at_s + 4 * BLOCK * r))
                 if factor != _ONE:
                     for j in range(width):
                         o[r, j] *= factor
-            _product(s, v_cache[number, head], min(BLOCK, last - base + 1), o, rows, k_cache[following, head])
+            _product(at_s, BLOCK, values, like, size, width, min(BLOCK, last - base + 1), at_o, rows, ahead)
         for r in range(rows):
             token, h = first + r // group, head * group + r % group
             for j in range(dim):

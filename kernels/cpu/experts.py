@@ -19,6 +19,7 @@ from .simd import PANEL, fma, matmul_panel, narrow, widen
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
 _PACKING_COST = 24  # where the panel has to be packed first
+_ZERO = float32(0.0)
 _OUTER_ROWS = 64  # of an outer product, that stay in L1
 
 
@@ -179,7 +180,7 @@ def _outer(left, panel, columns, out):
         count = min(_OUTER_ROWS, features - start)
         total[:] = float32(0.0)
         source = left.ctypes.data + 4 * start * rows
-        matmul_panel(source, rows, panel, 0, PANEL, rows, total.ctypes.data, PANEL, count, ahead)
+        matmul_panel(source, rows, ahead, _ZERO, PANEL, rows, total.ctypes.data, PANEL, count, ahead)
         copy_rows(total[:count, :columns], out[start : start + count])
 
 

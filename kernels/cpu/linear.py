@@ -21,6 +21,7 @@ _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.float32), 0.0
 LowRank = tuple[np.ndarray, np.ndarray, float]  # what `pack_low_rank` gives
 _LIKE = {dtype: storage(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_ZERO = float32(0.0)
 _ROWS = 64  # of a low-rank update's inner product, that a thread computes at a time
 
 
@@ -34,13 +35,13 @@ def _panel_product(x, panel, panel_index, out, following):
     features = out.shape[1]
     first = panel_index * PANEL
     last = min(first + PANEL, features)
-    ahead = following.ctypes.data
+    source, address, like, ahead = x.ctypes.data, panel.ctypes.data, panel[0, 0], following.ctypes.data
     if last - first == PANEL:
-        blocked_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
+        blocked_panel(source, depth, address, like, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
     else:  # the ragged last panel goes through a scratch of full width
         scratch = np.zeros((rows, PANEL), np.float32)
         scratch[:, : last - first] = out[:, first:last]
-        blocked_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
+        blocked_panel(source, depth, address, like, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
         out[:, first:last] = scratch[:, : last - first]
 
 
@@ -58,8 +59,8 @@ def _low_rank_rows(x, down, first, rows, inner):
     inner[first : first + rows] = float32(0.0)
     source = x.ctypes.data + 4 * first * depth
     for p in range(down.shape[0]):
-        target = inner.ctypes.data + 4 * (first * width + p * LANES)
-        blocked_one(source, depth, down[p], 0, LANES, depth, target, width, rows, down.ctypes.data)
+        panel, target = down[p].ctypes.data, inner.ctypes.data + 4 * (first * width + p * LANES)
+        blocked_one(source, depth, panel, _ZERO, LANES, depth, target, width, rows, panel)
 
 
 @inline
@@ -68,8 +69,8 @@ def _add_low_rank(inner, up, p, scale, like, out):
     rows, width = inner.shape
     first = p * PANEL
     update = np.zeros((rows, PANEL), np.float32)
-    address = inner.ctypes.data
-    blocked_panel(address, width, up[p], 0, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, up[p].ctypes.data)
+    source, panel = inner.ctypes.data, up[p].ctypes.data
+    blocked_panel(source, width, panel, _ZERO, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, panel)
     for r in range(rows):
         for j in range(min(PANEL, out.shape[1] - first)):
             out[r, first + j] = widen(narrow(out[r, first + j], like)) + scale * update[r, j]
@@ -149,7 +150,7 @@ def _linear_resume(x, weight, out):
         whole = np.zeros((rows, PANEL), np.float32)
         whole[:, : last - first] = out[:, first:last]
         address = panel.ctypes.data
-        matmul_panel(x.ctypes.data, depth, panel, 0, PANEL, depth, whole.ctypes.data, PANEL, rows, address)
+        matmul_panel(x.ctypes.data, depth, address, _ZERO, PANEL, depth, whole.ctypes.data, PANEL, rows, address)
         out[:, first:last] = whole[:, : last - first]
 
 

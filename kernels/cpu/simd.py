@@ -188,6 +188,11 @@ def _store_vector(builder, value, address):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
 
 
+def _most_rows(vectors: int) -> int:
+    """Return the rows of a tile whose accumulators fit the registers."""
+    return min(TILE_ROWS, TILE_ROWS * PANEL_VECTORS // vectors)
+
+
 def _address(builder, base, *terms):
     for index, scale in terms:
         base = builder.add(base, builder.mul(index, _I64(scale)))
@@ -195,7 +200,7 @@ def _address(builder, base, *terms):
 
 
 def _make_tile(vectors: int, stored: str, anew: bool):
-    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to TILE_ROWS rows.
+    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]` for up to `_most_rows` rows.
 
     It takes addresses, and strides in elements. stored: b's dtype. anew: chains start from 0, not from c. Few rows wait
     for memory, so each k fetches as many lines as a row of b has, from streams `gap` bytes apart that start at `ahead`
@@ -263,7 +268,7 @@ def _make_tile(vectors: int, stored: str, anew: bool):
 
     @intrinsic
     def tile_op(typingctx, rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, step, gap):
-        return _by_rows(emit, [types.int64] * 11)
+        return _by_rows(emit, _most_rows(vectors), [types.int64] * 11)
 
     return tile_op
 
@@ -280,8 +285,8 @@ def _broadcast(builder, scalar):
     return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
 
 
-def _by_rows(emit, arguments):
-    """Return an intrinsic's signature and code: its first argument is the number of rows, up to TILE_ROWS.
+def _by_rows(emit, most, arguments):
+    """Return an intrinsic's signature and code: its first argument is the number of rows, up to `most`.
 
     emit: writes the code for a number of rows; arguments: numba's types of all arguments.
     """
@@ -289,7 +294,7 @@ def _by_rows(emit, arguments):
     def codegen(context, builder, signature, args):
         end = builder.append_basic_block("tile_end")
         choice = builder.switch(args[0], end)
-        for rows in range(1, TILE_ROWS + 1):
+        for rows in range(1, most + 1):
             block = builder.append_basic_block(f"rows_{rows}")
             choice.add_case(_I64(rows), block)
             builder.position_at_end(block)
@@ -320,7 +325,7 @@ def _make_widen(vectors: int, stored: str):
 def _row_tiles(vectors: int, stored: str, blocked: bool):
     """Make the product of any number of rows by `vectors * LANES` columns, with chains in blocks or whole ones.
 
-    It takes as few passes as TILE_ROWS allow, of about equal heights.
+    It takes as few passes as a tile's rows allow, of about equal heights.
 
     All passes go over a block of b, which stays in L1, before the next; several passes widen halves once. The first
     passes fetch the next block.
@@ -329,11 +334,10 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
     width = vectors * LANES
     tile, wide_tile = _make_tile(vectors, stored, blocked), _make_tile(vectors, "float32", blocked)
     widen = _make_widen(vectors, stored)
-    halves = size == 2
+    halves, most = size == 2, _most_rows(vectors)
 
-    def product(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
-        address = b.ctypes.data + size * offset
-        passes = -(-rows // TILE_ROWS)
+    def product(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
+        passes = -(-rows // most)
         block = FEW_DEPTH if passes <= FEW_PASSES else MANY_DEPTH
         fetching = min(passes, FEW_PASSES)
         lines = -(-(size if passes == 1 else 4) * width // CACHE_LINE)  # that a tile fetches for each k
@@ -341,7 +345,7 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
             scratch = np.empty((min(block, depth), width), np.float32)
         for k in range(0, depth, block):
             part = min(block, depth - k)
-            here, stride = address + size * stride_b * k, stride_b
+            here, stride = b + size * stride_b * k, stride_b
             following = here + size * stride_b * part if k + part < depth else ahead
             if halves and passes > 1:
                 for row in range(part):
@@ -374,22 +378,24 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
 
 
 def _matmul(vectors: int, blocked: bool):
-    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...]` for an array b of fp32, or of halves.
+    """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...]` for b of fp32, or of halves.
 
-    Arguments: a's address and row stride, the array b, the element of b to start at and its row stride, depth, c's
-    address and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. (numba caches a
-    kernel on disk only if it closes over nothing, hence the overload.)
+    Arguments: a's address and row stride, b's address, an element of its dtype and its row stride, depth, c's address
+    and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. Addresses, since numba
+    counts references wherever an array is handed on. (It caches a kernel on disk only if it closes over nothing, hence
+    the overload.)
     """
 
-    def matmul(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
+    def matmul(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
         raise NotImplementedError("for compiled callers")
 
     @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
-    def by_storage(a, stride_a, b, offset, stride_b, depth, c, stride_c, rows, ahead):
-        return _row_tiles(vectors, _HALVES.get(b.dtype, "float32"), blocked)
+    def by_storage(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
+        return _row_tiles(vectors, _HALVES.get(like, "float32"), blocked)
 
     return matmul
 
 
 blocked_panel, blocked_one = _matmul(PANEL_VECTORS, True), _matmul(1, True)
-matmul_panel, matmul_two, matmul_one = _matmul(PANEL_VECTORS, False), _matmul(2, False), _matmul(1, False)
+matmul_panel = _matmul(PANEL_VECTORS, False)
+matmul_four, matmul_two, matmul_one = _matmul(4, False), _matmul(2, False), _matmul(1, False)
