@@ -83,6 +83,7 @@ def _literal(text: str, special_ids: Mapping[str, int]) -> str:
     return " ".join(named)
 
 
+_XML_CALLS = re.compile("<arg_key>|<function=")  # within <tool_call>: GLM-4.5 and later, Qwen3-Coder and 3.5
 _MISTRAL = "[TOOL_CALLS]"
 FORMATS = {
     "hermes": ToolFormat("<tool_call>", re.compile(r"<tool_call>\s*"), "<tool_call>",
@@ -98,9 +99,13 @@ FORMATS = {
 
 
 def tool_format(name: str, template: str | None) -> ToolFormat | None:
-    """Return the format of this name; for "auto", the first whose sign the chat template bears; for "off", None."""
+    """Return the format of this name; for "auto", the first whose sign the chat template bears; for "off", None.
+
+    "auto" is None, too, for a template whose `<tool_call>` holds XML.
+    """
     if name == "auto":
-        return next((f for f in FORMATS.values() if f.sign in (template or "")), None)
+        text = template or ""
+        return None if _XML_CALLS.search(text) else next((f for f in FORMATS.values() if f.sign in text), None)
     if name not in ("off", *FORMATS):
         raise ValueError(f"tool_parser {name!r}: choose auto, off, {', '.join(FORMATS)}")
     return FORMATS.get(name)

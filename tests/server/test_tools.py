@@ -88,3 +88,17 @@ def test_the_format_follows_the_template():
     assert tool_format("mistral", qwen) is FORMATS["mistral"]
     with pytest.raises(ValueError, match="choose auto, off, hermes"):
         tool_format("qwen", None)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n</tool_call>",
+        "<tool_call>\n<function=example_function_name>\n<parameter=example_1>\nvalue_1\n</parameter>\n</function>\n</tool_call>",
+    ],
+    ids=["GLM-4.5", "Qwen3-Coder"],
+)
+def test_a_template_whose_calls_are_xml_has_no_format_of_its_own(written):
+    assert FORMATS["hermes"].parse(written) == (written, [])
+    assert tool_format("auto", f"For each function call, output: {written}") is None
+    assert tool_format("hermes", written) is FORMATS["hermes"]
