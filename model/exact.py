@@ -123,8 +123,10 @@ def check_config(config) -> None:
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
         if getattr(config, name, None) is None:
             raise UnsupportedModelError(f"model type {config.model_type!r} has no {name}; decoders of text are covered")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("quantised weights; load a checkpoint in float32, bfloat16 or float16")
+    quantised = config.to_dict().get("quantization_config")
+    if quantised is not None:
+        kind = f"weights quantised by {quantised.get('quant_method')}, QLoRA's base included"
+        raise UnsupportedModelError(f"{kind}; load a checkpoint in float32, bfloat16 or float16")
     for rope in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope not in ROPE_TYPES:
             raise UnsupportedModelError(

@@ -10,6 +10,7 @@ from samebits.model import exact_model
 from samebits.model.exact import parse_dtype
 from samebits.model.stage import stage_model
 
+from helpers.adapters import lora
 from helpers.engines import copy_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +38,11 @@ CONFIG_FAULTS = [
         "rope type 'dynamic' is not covered, or changes with",
     ),
     ({"attention_dropout": 0.1}, "attention_dropout > 0"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "quantised weights"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        "weights quantised by bitsandbytes.* float32, bfloat16 or float16",
+    ),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by fp8"),
 ]
 
 
@@ -45,6 +50,14 @@ CONFIG_FAULTS = [
 def test_a_config_that_asks_for_an_inexact_op_is_refused(load, checkpoint, tmp_path, config, message):
     with pytest.raises(UnsupportedModelError, match=message):
         load(copy_of(checkpoint("llama"), tmp_path, **config))
+
+
+@pytest.mark.parametrize("load", [exact_model, LLM], ids=["trainer", "engine"])
+def test_the_base_of_qlora_is_refused_by_name(load, checkpoint, tmp_path):
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    path = copy_of(checkpoint("llama"), tmp_path, quantization_config=quantised)
+    with pytest.raises(UnsupportedModelError, match="quantised by bitsandbytes, QLoRA's base included"):
+        load(path, adapter=lora())
 
 
 def break_missing(state):
