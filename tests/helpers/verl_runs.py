@@ -24,11 +24,16 @@ LOG_VARIABLE = "VERL_FILE_LOGGER_PATH"
 EXACT = {  # metrics of a step whose rollouts are on policy, and what they are, to the bit
     "training/rollout_probs_diff_max": 0.0,
     "training/rollout_probs_diff_mean": 0.0,
+    "training/rollout_probs_diff_std": 0.0,
+    "training/rollout_probs_diff_valid": 1,
     "rollout_corr/kl": 0.0,
     "rollout_corr/k3_kl": 0.0,
     "rollout_corr/chi2_token": 0.0,
     "rollout_corr/chi2_seq": 0.0,
+    "rollout_corr/log_ppl_diff": 0.0,
     "rollout_corr/log_ppl_abs_diff": 0.0,
+    "rollout_corr/log_ppl_diff_max": 0.0,
+    "rollout_corr/log_ppl_diff_min": 0.0,
     "rollout_corr/ppl_ratio": 1.0,
 }
 

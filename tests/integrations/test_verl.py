@@ -405,6 +405,7 @@ def test_a_request_that_cannot_be_exact_is_refused(monkeypatch, model_path, argu
 # --- the real thing -----------------------------------------------------------------------------------------------
 
 CURVES = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "response_length/mean")
+CORRECTION = "algorithm.rollout_correction"
 
 
 @pytest.fixture(scope="module")
@@ -435,6 +436,10 @@ def assert_exact(steps, count) -> None:
         assert step["actor/compared_tokens"] > 0
 
 
+def curves(steps, names=CURVES) -> list[list[float]]:
+    return [[step[name] for name in names] for step in steps]
+
+
 def generations(folder, name) -> list:
     """What a run's rollouts said, in order."""
     files = sorted((folder / name).glob("*.jsonl"), key=lambda file: int(file.stem))
@@ -461,7 +466,48 @@ def test_ten_steps_are_exact_and_repeat_as_bits(folder, ranks):
     assert_exact(first, 10)
     assert first[0]["actor/kl_loss"] == 0.0 < first[-1]["actor/kl_loss"]
     assert any(name.startswith("val-core/") for name in first[4])
-    assert [[s[c] for c in CURVES] for s in first] == [[s[c] for c in CURVES] for s in second]
+    assert curves(first) == curves(second)
+
+
+@pytest.fixture(scope="module")
+def uncorrected(folder):
+    """The steps of a run without a correction."""
+    return train(folder, "uncorrected")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "rejection"), [("token", "token_k1"), ("sequence", "seq_sum_k1")])
+def test_a_correction_weighs_all_by_one_rejects_nothing_and_changes_no_bit(folder, uncorrected, level, rejection):
+    """Thresholds of 1.0: it would reject what differs by a bit."""
+    steps = train(
+        folder,
+        level,
+        **{
+            f"{CORRECTION}.rollout_is": level,
+            f"{CORRECTION}.rollout_is_threshold": 1.0,
+            f"{CORRECTION}.rollout_rs": rejection,
+            f"{CORRECTION}.rollout_rs_threshold": "1.0_1.0",
+        },
+    )
+    assert_exact(steps, 3)
+    assert curves(steps) == curves(uncorrected)
+    for step in steps:
+        weights = {name: value for name, value in step.items() if name.startswith("rollout_corr/rollout_is_")}
+        assert "rollout_corr/rollout_is_mean" in weights
+        assert weights == {name: float(name.endswith(("mean", "max", "min", "size"))) for name in weights}
+        rejected = {name: value for name, value in step.items() if name.startswith("rollout_corr/rollout_rs_")}
+        assert f"rollout_corr/rollout_rs_{rejection}_masked_fraction" in rejected
+        assert not any(rejected.values())
+
+
+@pytest.mark.slow
+def test_bypass_mode_changes_no_bit(folder, uncorrected):
+    """verl then logs neither the differences nor the entropy."""
+    steps = train(folder, "bypass", **{f"{CORRECTION}.bypass_mode": True})
+    assert not any(step.keys() & verl_runs.EXACT.keys() for step in steps)
+    logged = [*(name for name in CURVES if name != "actor/entropy"), "actor/compared_tokens"]
+    assert curves(steps, logged) == curves(uncorrected, logged)
+    assert all(step["actor/ppo_kl"] == 0.0 < step["actor/compared_tokens"] for step in steps)
 
 
 @pytest.mark.slow
@@ -487,7 +533,7 @@ def test_a_replica_dies_and_the_tokens_are_the_same(folder):
     assert_exact(found, 3)
     assert "was started again, with the weights of step 1" in (folder / "killed.txt").read_text()
     assert generations(folder, "killed") == generations(folder, "alive")
-    assert [[s[c] for c in CURVES] for s in found] == [[s[c] for c in CURVES] for s in expected]
+    assert curves(found) == curves(expected)
 
 
 def three_turns(folder) -> dict[str, object]:
@@ -550,6 +596,8 @@ def test_an_engine_of_another_dtype_is_an_error(folder):
 @pytest.mark.slow
 def test_the_control_verls_own_engine_differs(folder):
     attention = {"+actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
-    steps = train(folder, "plain", steps=2, environment={"VERL_ENGINE_VENDOR": "plain"}, **attention)
+    weights = {f"{CORRECTION}.rollout_is": "token"}
+    steps = train(folder, "plain", steps=2, environment={"VERL_ENGINE_VENDOR": "plain"}, **attention, **weights)
     assert all(step["training/rollout_probs_diff_max"] > 0 for step in steps)
+    assert all(step["rollout_corr/rollout_is_min"] < 1.0 < step["rollout_corr/rollout_is_max"] for step in steps)
     assert all("actor/compared_tokens" not in step for step in steps)
