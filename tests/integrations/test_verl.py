@@ -511,6 +511,23 @@ def test_bypass_mode_changes_no_bit(folder, uncorrected):
 
 
 @pytest.mark.slow
+def test_a_run_that_resumes_goes_on_with_the_same_bits(folder):
+    """Saved at step 2; the data's order, the optimizer and the rollouts' seeds go on, too."""
+    whole = train(folder, "whole", steps=4, **{"trainer.save_freq": 2, "trainer.default_local_dir": folder / "whole"})
+    resume = {
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": folder / "whole/global_step_2",
+        "trainer.default_local_dir": folder / "resumed",
+    }
+    resumed = train(folder, "resumed", steps=4, **resume)
+    assert [step["training/global_step"] for step in resumed] == [3, 4]
+    assert_exact(whole, 4)
+    assert_exact(resumed, 2)
+    assert curves(resumed) == curves(whole[2:])
+    assert curves(whole[:2]) != curves(whole[2:])  # or a run that began anew could pass
+
+
+@pytest.mark.slow
 def test_a_replica_dies_and_the_tokens_are_the_same(folder):
     """Two ranks, two replicas."""
     long = {"ranks": 2, "data.max_response_length": 200}
