@@ -56,10 +56,10 @@ def free_port() -> int:
 class Serving:
     """A running server. `service` and `engine` are its insides, for what can't be seen from outside."""
 
-    def __init__(self, path, llm: dict | None = None, control: bool = False, **options):
+    def __init__(self, path, llm: dict | None = None, control: bool = False, name: str = "tiny", **options):
         settings = {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 16} | (llm or {})
         self.llm = LLM(path, **settings)
-        self.app = create_app(self.llm, "tiny", **options)
+        self.app = create_app(self.llm, name, **options)
         self.server = Server(self.app)
         listeners = [take_address("127.0.0.1", 0)]
         if control:  # as `serve` does without an admin key

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ pytest.importorskip("trl")
 import trl
 from packaging.version import Version
 from peft import LoraConfig
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from trl.generation import vllm_client
@@ -413,6 +415,53 @@ def test_weights_of_the_asynchronous_trainer_arrive(path, tmp_path, checkpoint):
         transfer.destroy()
         expected = LLM(path, **trl_run.ENGINE)
         expected.update_weights(source)
+        assert server.llm.weight_checksums() == expected.weight_checksums() != before
+
+
+def varlen_attention(query, key, value, starts, path_starts, *_, softmax_scale, **__):
+    """What TRL asks of FlashAttention 3, a kernel for GPUs: each segment's queries see its path, up to themselves."""
+    segments = query.split(starts.diff().tolist())
+    paths = path_starts.diff().tolist()
+    parts = []
+    for q, k, v in zip(segments, key.split(paths), value.split(paths), strict=True):
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        heads = [x.transpose(0, 1) for x in (q, k, v)]
+        found = scaled_dot_product_attention(*heads, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+        parts.append(found.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BEFORE_1_16, reason="TRL 1.15's asynchronous trainer has other parts")
+def test_the_asynchronous_trainer_trains_on_a_server(path, tmp_path):
+    """Sampling goes on in a process of TRL's own; what TRL has for GPUs alone is replaced."""
+    pytest.importorskip("aiohttp")
+    trainers = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    packing = importlib.import_module("trl.experimental.async_grpo.packing")
+    worker = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+    data = trl_run.Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in trl_run.PROMPTS]})
+    with Serving(path, name=str(path)) as server, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "is_vllm_available", lambda: True)
+        patched.setattr(trainers, "get_peak_flops_per_device", lambda *_: None)
+        patched.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
+        before = server.llm.weight_checksums()
+        config = trainers.AsyncGRPOConfig(
+            output_dir=str(tmp_path), vllm_server_base_url=server.url, max_steps=3, per_device_train_batch_size=8,
+            num_generations=4, max_completion_length=12, learning_rate=1e-3, gradient_checkpointing=False, bf16=False,
+            use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, seed=3, token_budget=512,
+        )  # fmt: skip
+        trainer = trainers.AsyncGRPOTrainer(
+            str(path), trl_run.sevens, config, data, tokenizer, weight_transfer=WeightTransfer(server.url)
+        )
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logs) == 3 and all(entry["grad_norm"] > 0 for entry in logs)
+        assert logs[0]["ratio"] == pytest.approx(1, abs=1e-5)  # TRL's rounding; later rollouts may be of older weights
+        assert server.llm.weight_version == 4  # the first update is before the first step
+        expected = LLM(path, **trl_run.ENGINE)
+        expected.update_weights(trainer.model.state_dict().items())
         assert server.llm.weight_checksums() == expected.weight_checksums() != before
 
 
