@@ -24,7 +24,7 @@ from peft import LoraConfig
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
-from trl.generation import vllm_client
+from trl.generation import vllm_client, vllm_generation
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -397,6 +397,32 @@ def test_trls_own_client_learns_what_log_probs_mean(path, monkeypatch):
         client = vllm_client.VLLMClient(base_url=server.url)
         assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
         assert client.get_world_size() == 1
+
+
+@pytest.mark.skipif(BEFORE_1_16, reason="TRL 1.15's own head needs Triton")
+def test_trls_own_server_mode_trains_on_a_server(path, tmp_path, monkeypatch):
+    """TRL's client and model, as with vLLM; only the weights go our way, since theirs needs NCCL and GPUs."""
+    pytest.importorskip("requests")
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda *_, **__: True)
+    with Serving(path) as server, Client(server.url) as sender:
+        monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda *_, **__: None)
+        monkeypatch.setattr(
+            vllm_client.VLLMClient, "update_named_params", lambda _, __, tensors: sender.update_weights(dict(tensors))
+        )
+        trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer = trl_run.make("plain grpo", path, tmp_path, **trls)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found = trl_run.ratios({"logs": logs})
+        assert len(logs) == 3 and all(entry["grad_norm"] > 0 for entry in logs)
+        assert 1 - 1e-4 < min(found) < 1.0 < max(found) < 1 + 1e-4  # TRL's model and log-softmax round
+        assert server.llm.weight_version == 3  # before each step
+        before = server.llm.weight_checksums()
+        trainer.vllm_generation.sync_weights()
+        expected = LLM(path, **trl_run.ENGINE)
+        expected.update_weights(trainer.model.state_dict().items())
+        assert server.llm.weight_checksums() == expected.weight_checksums() != before
 
 
 def test_weights_of_the_asynchronous_trainer_arrive(path, tmp_path, checkpoint):
