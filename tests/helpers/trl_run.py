@@ -11,6 +11,7 @@ import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from samebits.integrations.trl import ExactGRPOTrainer, ExactRLOOTrainer
@@ -41,12 +42,14 @@ def configure(kind: str, folder, **changes):
     return trainer, config(**base | changes)
 
 
-def make(kind: str, path, folder, engine=ENGINE, trainer: dict | None = None, **changes):
-    """A trainer on the checkpoint at `path`."""
+def make(kind: str, path, folder, engine=ENGINE, trainer: dict | None = None, adapter: dict | None = None, **changes):
+    """A trainer on the checkpoint at `path`; adapter: fields of a LoraConfig."""
     cls, config = configure(kind, folder, **changes)
     more = dict(trainer or {})
     if not kind.startswith("plain"):
         more["engine"] = engine
+    if adapter is not None:
+        more["peft_config"] = LoraConfig(**adapter)
     more.setdefault("train_dataset", Dataset.from_dict({"prompt": PROMPTS}))
     more.setdefault("reward_funcs", sevens)
     return cls(model=more.pop("model", str(path)), args=config, **more)

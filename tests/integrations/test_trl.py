@@ -59,7 +59,7 @@ def path(checkpoint, tmp_path_factory):
 
 FILTERS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
 HALF = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
-ADAPTER = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+ADAPTER = {"adapter": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, "learning_rate": 0.05}
 RUNS = {
     "float32": {},
     "bfloat16, recomputed activations": HALF | {"gradient_checkpointing": True},
@@ -74,8 +74,8 @@ RUNS = {
     "truncated completions masked": {"mask_truncated_completions": True},
     "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
     "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "adapter": {"trainer": {"peft_config": ADAPTER}, "learning_rate": 0.05},
-    "adapter in bfloat16, KL": HALF | {"trainer": {"peft_config": ADAPTER}, "learning_rate": 0.05, "beta": 0.1},
+    "adapter": ADAPTER,
+    "adapter in bfloat16, KL": HALF | ADAPTER | {"beta": 0.1},
     "sampling keywords": {"generation_kwargs": {"min_tokens": 3, "stop_token_ids": [7, 9]}},
 }
 RLOO = ("float32", "filters", "KL and filters", "two iterations", "accumulation", "truncated completions masked")
@@ -529,6 +529,8 @@ SHARED = {
     "float32": {},
     "bfloat16 from float32": {"bf16": True},
     "KL, filters, recomputed activations": FILTERS | {"beta": 0.1, "gradient_checkpointing": True},
+    "adapter": ADAPTER,
+    "adapter, bfloat16 from float32, KL": ADAPTER | {"bf16": True, "beta": 0.1},
 }
 
 
