@@ -6,8 +6,10 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from samebits import SamplingParams
 from samebits.model import exact_model
+from samebits.model.adapter import is_adapted
 from samebits.trainer import selective_log_softmax, token_logprobs
 
+from helpers.adapters import adapted_model
 from helpers.engines import SETTINGS, engine, generate, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -16,9 +18,26 @@ LENGTHS = (1, 45, 33, 60)
 SEQUENCES = [prompt_of(length, length) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+MODELS = [  # family, dtype, and whether PEFT is around it
+    *((family, "float32", False) for family in ("llama", "qwen2", "qwen3", "mistral")),
+    ("llama", "bfloat16", False),
+    ("qwen3", "bfloat16", False),
+    ("qwen2", "float32", True),
+    ("llama", "bfloat16", True),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda p: f"{p[0]}-{p[1]}{'-adapter' * p[2]}")
 def model(request, checkpoint):
-    return exact_model(checkpoint(request.param))
+    family, dtype, adapted = request.param
+    return (adapted_model if adapted else exact_model)(checkpoint(family), dtype)
+
+
+def engine_of(model):
+    """An engine with the model's weights, and with its adapter, if it has one."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    adapter = {"adapter": model} if is_adapted(model) else {}
+    return engine(model.config._name_or_path, dtype=dtype, **adapter)
 
 
 @torch.no_grad()
@@ -135,19 +154,21 @@ def test_the_gradient_of_padded_rows_is_that_of_packed_ones(model):
     keep = mask.bool()
     model.zero_grad()
     model(ids, attention_mask=mask).logits[keep].square().sum().backward()
-    found = [p.grad.clone() for p in model.parameters()]
+    found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad()
     positions = torch.tensor([[p for n in LENGTHS for p in range(n)]])
     model(ids[keep][None], position_ids=positions).logits[0].square().sum().backward()
-    for ours, theirs in zip(found, (p.grad for p in model.parameters()), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # rows of padding are among the sums of lm_head
+    expected = [p.grad for p in model.parameters() if p.requires_grad]
+    for ours, theirs in zip(found, expected, strict=True):
+        ulp = torch.finfo(ours.dtype).eps  # rows of padding are among the sums of lm_head
+        torch.testing.assert_close(ours, theirs, rtol=max(1e-4, ulp), atol=1e-3)
     model.zero_grad()
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.0}, *SETTINGS[2:]], ids=str)
 def test_log_softmax_of_logits_has_the_engines_bits(model, settings):
     """Logits of a padded batch, made log-probs: those of the engine and of token_logprobs."""
-    llm = engine(model.name_or_path)
+    llm = engine_of(model)
     params = SamplingParams(max_tokens=12, seed=6, ignore_eos=True, **settings)
     completions = [o.completions[0] for o in generate(llm, SEQUENCES, params)]
     sequences = [p + c.token_ids for p, c in zip(SEQUENCES, completions, strict=True)]
@@ -238,7 +259,7 @@ def test_generate_of_transformers_without_a_cache_is_the_engines_greedy_choice(m
         ids, attention_mask=mask, max_new_tokens=5, use_cache=False, do_sample=False, eos_token_id=-1
     )
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    greedy = generate(engine(model.name_or_path), SEQUENCES, params)
+    greedy = generate(engine_of(model), SEQUENCES, params)
     assert found[:, -5:].tolist() == [o.completions[0].token_ids for o in greedy]
 
 
