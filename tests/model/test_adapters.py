@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -107,6 +108,37 @@ def test_log_probs_and_gradients_are_within_their_budgets_of_fp64(checkpoint, fa
         if parameter.requires_grad:
             exact = parameters[name].grad
             assert (parameter.grad - exact).norm() / exact.norm() < 5e-4, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapted_product_and_its_gradients_are_within_their_budgets_of_fp64(checkpoint, dtype):
+    """The base is rounded to its dtype, and so is the sum; all between them and the gradients of A and B are fp32's."""
+    half, single = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+    model = adapted_model(checkpoint("llama3-bias"), str(dtype).removeprefix("torch."), config=lora(use_rslora=True))
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)]
+    assert len(layers) == 14
+    for name, layer in layers:
+        x = torch.randn(16, layer.in_features).to(dtype)
+        weight, down, up = (
+            part.weight.detach().double().requires_grad_()
+            for part in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
+        )
+        bias = torch.zeros(1) if layer.base_layer.bias is None else layer.base_layer.bias.detach()
+        scale = layer.scaling["default"]
+        base = x.double() @ weight.T + bias.double()
+        expected = base + scale * (x.double() @ down.T @ up.T)
+        found = layer(x)
+        assert found.dtype == dtype and layer.lora_A["default"].weight.dtype == torch.float32
+        terms = x.double().abs() @ weight.abs().T + bias.double().abs()
+        terms = terms + scale * (x.double().abs() @ down.abs().T @ up.abs().T)
+        steps = layer.in_features + layer.r["default"] + 4  # additions of a term, at most
+        bound = half * (base.abs() + expected.abs()) + (1 + 2 * half) * steps * single * terms + half**2 * terms
+        assert ((found.double() - expected).abs() <= bound).all(), name
+        gradient = torch.randn(found.shape).to(dtype)
+        found.backward(gradient)
+        expected.backward(gradient.double())
+        for factor, exact in ((layer.lora_A, down.grad), (layer.lora_B, up.grad)):
+            assert (factor["default"].weight.grad - exact).norm() / exact.norm() < 1e-6, name
 
 
 def test_merged_weights_have_other_bits(checkpoint, tmp_path):
