@@ -35,6 +35,7 @@ from samebits.integrations.trl import ExactGeneration, ExactTrainer, WeightTrans
 from samebits.trainer import exact_model
 
 from helpers import trl_run
+from helpers.engines import BLOCK
 from helpers.serving import Serving, free_port, served_checkpoint
 
 pytestmark = [
@@ -344,12 +345,35 @@ def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
     more = {"max_completion_length": 200, "max_tool_calling_iterations": 3, "generation_kwargs": turns}
     with patch.object(grpo_trainer, "parse_response", parse):
         trainer = trl_run.make("grpo", path, tmp_path, trainer=parts, **more | options)
+        turns = record_turns(trainer.vllm_generation.engine)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(calls) > 20 and max(entry["reward"] for entry in logs) > 3
     assert trl_run.ratios({"logs": logs}) == {1.0}
     assert all(torch.isfinite(torch.tensor([entry["loss"], entry["grad_norm"]])).all() for entry in logs)
-    assert trainer.vllm_generation.engine.stats().prefix_hit_tokens > 0
+    assert len(turns) > 20 and sum(cached > 0 for _, cached in turns) > 10
+    for held, cached in turns:
+        assert cached >= (held - 1) // BLOCK * BLOCK  # the last token's KV is not there yet
+
+
+def record_turns(llm):
+    """A list that grows with the turns that go on from earlier ones: tokens of those, and tokens found in the cache."""
+    turns, spoken = [], {}
+    plain = llm.generate
+
+    def generate(*args, **kwargs):
+        outputs = plain(*args, **kwargs)
+        known = spoken.setdefault(llm.weight_version, [])  # an update makes KV stale
+        for output in outputs:
+            prompt = output.prompt_token_ids
+            held = max((len(ids) for ids in known if prompt[: len(ids)] == ids), default=0)
+            if held:
+                turns.append((held, output.num_cached_tokens))
+        known += [output.prompt_token_ids + c.token_ids for output in outputs for c in output.completions]
+        return outputs
+
+    llm.generate = generate
+    return turns
 
 
 @pytest.mark.parametrize("kind", ["grpo", "plain grpo"])
