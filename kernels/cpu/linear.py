@@ -87,7 +87,7 @@ def _packed_product(x, panels, p, bias, out, inner, up, scale, like):
 
 @region
 def products(x, like, a, b, c, out_a, out_b, out_c):
-    """Compute `packed_weight`s' products of x [rows, depth], one after the other, in fp32.
+    """Compute the products of x [rows, depth] and three weights, as `_packed_weight` gives them, in fp32.
 
     Where one has a low-rank update, the product is rounded to the dtype of the element `like` before the sum.
     """

@@ -95,15 +95,15 @@ def test_a_hook_sees_its_module_and_the_others_keep_their_launches(checkpoint, l
     expected = generate(llm)
     seen = []
     handle = layers_of(llm)[1].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call))
-    for rounds in range(2):
-        llm.reset_prefix_cache()
-        launches.clear()
-        seen.clear()
-        assert generate(llm) == expected
-        assert len(seen) * (not rounds) * 2 == len(launches) * (not rounds)
-        if not rounds:
-            assert {count for count, _ in launches} == {1}
-        handle.remove()
+    llm.reset_prefix_cache()
+    launches.clear()
+    assert generate(llm) == expected
+    assert {count for count, _ in launches} == {1} and len(launches) == 2 * len(seen) > 0
+    handle.remove()
+    llm.reset_prefix_cache()
+    launches.clear()
+    seen.clear()
+    assert generate(llm) == expected
     assert launches and not seen
 
 
