@@ -2,7 +2,8 @@
 
 OMP_NUM_THREADS=2 python benchmarks/decode.py --dtype float32 bfloat16
 Steps of one row and of a few, with each layer in one launch and in several, in alternation; then attention alone over
-long contexts. The machine's bandwidth is measured before and after, as the median of passes over 512 MiB.
+long contexts, its blocks as a fresh engine hands them out (ascending) and as they lie at worst (shuffled).
+The bandwidth is that of passes over 512 MiB: a median before the steps, and beside each round of attention.
 """
 
 import argparse
@@ -47,29 +48,45 @@ def step_seconds(llm: LLM, rows: int, steps: int, seed: int) -> float:
     return statistics.median(times)
 
 
-def attention_seconds(model, sequences: int, context: int) -> tuple[float, int]:
-    """Return the time of a step's attention over all layers of random KV, and the bytes of KV that it reads."""
+def attention_rounds(model, sequences: int, context: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Return, by the order of blocks, the seconds of a step's attention over random KV and how fast it reads that KV.
+
+    How fast is a share of the bandwidth measured in the same round; both are medians of the rounds.
+    """
     config, blocks = model.config, sequences * -(-context // cpu.BLOCK)
     caches = new_kv_caches(model, blocks)
     for cache in (each for pair in caches for each in pair):
         cache.normal_()
-    heads, size = config.num_attention_heads, head_dim(config)
-    layout = ops.PagedLayout(
-        [1] * sequences,
-        np.full(sequences, context - 1, np.int32),
-        np.zeros(sequences, np.int32),
-        np.random.default_rng(0).permutation(blocks).astype(np.int32),
-        np.arange(sequences, dtype=np.int32) * (blocks // sequences),
-        cpu.work_items([1] * sequences, group_size(config)),
-    )
-    q = torch.randn(sequences, heads, size, dtype=model.dtype)
+    size = sum(each.nbytes for pair in caches for each in pair)
+    q = torch.randn(sequences, config.num_attention_heads, head_dim(config), dtype=model.dtype)
+    orders = {"ascending": np.arange(blocks), "shuffled": np.random.default_rng(0).permutation(blocks)}
+    layouts = {
+        name: ops.PagedLayout(
+            [1] * sequences,
+            np.full(sequences, context - 1, np.int32),
+            np.zeros(sequences, np.int32),
+            order.astype(np.int32),
+            np.arange(sequences, dtype=np.int32) * (blocks // sequences),
+            cpu.work_items([1] * sequences, group_size(config)),
+        )
+        for name, order in orders.items()
+    }
 
-    def run() -> None:
+    def run(layout: ops.PagedLayout) -> None:
         for pair in caches:
-            cpu.attention(q, *pair, layout, size**-0.5, 0)
+            cpu.attention(q, *pair, layout, head_dim(config) ** -0.5, 0)
 
-    run()
-    return statistics.median(seconds_of(run, 5)), sum(each.nbytes for pair in caches for each in pair)
+    seconds: dict[str, list[float]] = {name: [] for name in orders}
+    shares: dict[str, list[float]] = {name: [] for name in orders}
+    for layout in layouts.values():
+        run(layout)
+    for _ in range(rounds):
+        peak = bandwidth()
+        for name, layout in layouts.items():
+            taken = statistics.median(seconds_of(lambda layout=layout: run(layout), 5))
+            seconds[name].append(taken)
+            shares[name].append(size / taken / peak)
+    return {name: (statistics.median(seconds[name]), statistics.median(shares[name])) for name in orders}
 
 
 def report(model: str, dtype: str, args: argparse.Namespace) -> None:
@@ -88,13 +105,13 @@ def report(model: str, dtype: str, args: argparse.Namespace) -> None:
             f"{dtype}, {rows} rows: {1e3 * one:.1f} ms a step, {1e3 * several:.1f} in several launches (rounds' ratios "
             f"{ratio:.2f}); weights at {rate / 1e9:.1f} of {before / 1e9:.1f} GB/s, {rate / before:.0%}"
         )
-    seconds, size = attention_seconds(llm.engine.executor.workers[0].model, args.sequences, args.context)
-    after = bandwidth()
-    share = seconds / (seconds + step_seconds(llm, args.sequences, args.steps, 0))
-    print(
-        f"{dtype}, {args.sequences} sequences of {args.context} tokens: attention {1e3 * seconds:.1f} ms, {share:.0%} "
-        f"of a step; KV at {size / seconds / 1e9:.1f} of {after / 1e9:.1f} GB/s, {size / seconds / after:.0%}"
-    )
+    others = step_seconds(llm, args.sequences, args.steps, 0)
+    model = llm.engine.executor.workers[0].model
+    for order, (seconds, share) in attention_rounds(model, args.sequences, args.context, args.rounds).items():
+        print(
+            f"{dtype}, {args.sequences} sequences of {args.context} tokens, blocks {order}: attention "
+            f"{1e3 * seconds:.1f} ms, {seconds / (seconds + others):.0%} of a step; KV at {share:.0%} of the bandwidth"
+        )
 
 
 def main() -> None:
