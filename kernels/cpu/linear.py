@@ -64,16 +64,23 @@ def _low_rank_rows(x, down, first, rows, inner):
 
 
 @inline
+def _add_scaled(update, scale, like, out):
+    """Round a row of `out` to the dtype of the element `like`, and add scale * update to it."""
+    for j in range(out.size):
+        out[j] = widen(narrow(out[j], like)) + scale * update[j]
+
+
+@inline
 def _add_low_rank(inner, up, p, scale, like, out):
     """Round a panel of `out` to the dtype of the element `like`, and add scale * (inner @ up.T) to it."""
     rows, width = inner.shape
     first = p * PANEL
     update = np.zeros((rows, PANEL), np.float32)
     source, panel = inner.ctypes.data, up[p].ctypes.data
-    blocked_panel(source, width, panel, _ZERO, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, panel)
+    ahead = up[min(p + 1, up.shape[0] - 1)].ctypes.data
+    blocked_panel(source, width, panel, _ZERO, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, ahead)
     for r in range(rows):
-        for j in range(min(PANEL, out.shape[1] - first)):
-            out[r, first + j] = widen(narrow(out[r, first + j], like)) + scale * update[r, j]
+        _add_scaled(update[r], scale, like, out[r, first : first + PANEL])
 
 
 @inline
