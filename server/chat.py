@@ -61,7 +61,7 @@ class Conversation:
         if self.tools is None:
             raise ValueError(
                 f"tool_choice {choice!r} needs to know how this model writes calls, which its chat template doesn't "
-                f"tell; start the server with --tool-parser {' | '.join(FORMATS)}"
+                f"tell; if it writes them as JSON, start the server with --tool-parser {' | '.join(FORMATS)}"
             )
         added = self.server.engine.tokenization.need("tool_choice").added_tokens_decoder
         return self.tools.forced(given, {str(token): i for i, token in added.items() if token.special})
