@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import tomllib
 
 import loc
 
@@ -80,3 +81,15 @@ def test_packages_stay_within_their_budgets():
     sizes = loc.sizes()
     for group, budget in loc.BUDGETS.items():
         assert budget is None or sizes[group] <= budget, f"{group} has {sizes[group]} code lines, more than {budget}"
+
+
+def test_a_wheel_has_every_package_and_its_files():
+    """An editable install, as of the tests, has all of them anyway."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {".".join(("samebits", *file.parent.relative_to(ROOT).parts)) for file in MODULES.values()}
+    assert sorted(setuptools["packages"]) == sorted({"samebits"} | folders)
+    others = [
+        path for package in PACKAGES for path in (ROOT / package).rglob("*.*") if path.suffix not in (".py", ".pyc")
+    ]
+    data = [(".".join(("samebits", *path.parent.relative_to(ROOT).parts)), path.name) for path in others]
+    assert sorted(data) == sorted((name, file) for name, found in setuptools["package-data"].items() for file in found)
