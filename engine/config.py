@@ -87,7 +87,12 @@ class EngineConfig:
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """The settings of speculation, if there is any."""
-        return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
+        if self.speculative_config is None:
+            return None
+        known = [each.name for each in fields(SpeculativeConfig)]
+        if unknown := self.speculative_config.keys() - {*known}:
+            raise ValueError(f"speculative_config has no {sorted(unknown)}; it has {', '.join(known)}")
+        return SpeculativeConfig(**self.speculative_config)
 
     @property
     def overlaps(self) -> bool:

@@ -7,9 +7,11 @@ the draft. So drafts are a schedule: they decide how many rows a step has, and n
 from __future__ import annotations
 
 import logging
-import math
+import operator
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any, Protocol
 
 from .sequence import Sequence
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 METHODS = ("suffix", "ngram")
 PROBE_EVERY = 16  # tokens of a sequence: it drafts one then, whether or not its drafts paid
 MAX_CHANCE = 0.98  # of a token: more can't be told from a few dozen
+ROW_COST = 0.02  # of a row, in tokens, at least: where a measured step takes no longer with it, that is noise, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +36,36 @@ class SpeculativeConfig:
     """Most tokens to draft for a sequence in a step."""
     prompt_lookup_min: int = 2
     """Tokens that must agree before a place is a source of drafts."""
+    prompt_lookup_max: int | None = None
+    """Most tokens that are asked to agree, where more do; four times `prompt_lookup_min` by default."""
     suffix_decoding_max_cached_requests: int = 32
-    """Rollouts that are kept per prompt for later drafts."""
+    """Rollouts that are kept for later drafts: of each prompt, where vLLM's number is that of all."""
 
     def __post_init__(self) -> None:
         if not callable(self.method) and self.method not in METHODS:
             raise ValueError(
                 f"speculative method {self.method!r}; choose {', '.join(METHODS)}, or give a callable of token ids"
             )
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "suffix_decoding_max_cached_requests"):
-            value: Any = getattr(self, name)
+        for each in fields(self)[1:]:
+            value: Any = getattr(self, each.name)
+            if value is None and each.default is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+                raise ValueError(f"{each.name} must be a positive integer, got {value!r}")
+        if self.lengths[0] < self.prompt_lookup_min:
+            raise ValueError("prompt_lookup_max must be at least prompt_lookup_min")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the runs to look for, longest first. Among few different tokens a short one says little."""
+        longest = self.prompt_lookup_max or 4 * self.prompt_lookup_min
+        return sorted({longest, *(min(n * self.prompt_lookup_min, longest) for n in (1, 2))}, reverse=True)
 
 
 class Drafter(Protocol):
-    """A source of drafts."""
+    """A source of drafts. seconds: what a proposal takes, where that is worth counting."""
+
+    seconds: float
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and how likely each is if those before it come."""
@@ -63,20 +80,25 @@ class CallableDrafter:
     def __init__(self, function: Callable[[list[int]], list[int]], vocab_size: int):
         self.function = function
         self.vocab_size = vocab_size
+        self.seconds = 0.0
         self._warned = False
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return the function's tokens up to the first that is no token id."""
+        start = time.perf_counter()
         try:
-            tokens = [*self.function(list(seq.token_ids))][:limit]
+            given = [*islice(self.function(list(seq.token_ids)), limit)]
         except Exception as error:
             self._warn(f"the drafter failed, and drafts nothing then: {type(error).__name__}: {error}")
             return [], []
-        for number, token in enumerate(tokens):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+        weight = 0.2 if self.seconds else 1.0
+        self.seconds += weight * (time.perf_counter() - start - self.seconds)
+        tokens: list[int] = []
+        for token in given:
+            if not _is_token(token, self.vocab_size):
                 self._warn(f"the drafter gave {token!r}, which is no token id; its draft ends before it")
-                tokens = tokens[:number]
                 break
+            tokens.append(int(token))
         return tokens, [1.0] * len(tokens)
 
     def finish(self, seq: Sequence) -> None:
@@ -88,13 +110,23 @@ class CallableDrafter:
         self._warned = True
 
 
+def _is_token(token: Any, vocab_size: int) -> bool:
+    """True for an integer of any kind, numpy's and torch's too, that is a token id."""
+    try:
+        return not isinstance(token, bool) and 0 <= operator.index(token) < vocab_size
+    except TypeError:
+        return False
+
+
 @dataclass
 class Record:
     """How a sequence's drafts have done: `offered` by the drafter's own estimates, and `accepted`; old ones fade.
 
-    draft, shares: the last draft and its estimates, made when `start` tokens were known.
+    promised: tokens that were expected of a draft, as a fading mean; no draft promises none. draft, shares: the last
+    draft and its estimates, made when `start` tokens were known.
     """
 
+    promised: float
     offered: float = 0.0
     accepted: float = 0.0
     draft: list[int] = field(default_factory=list)
@@ -114,48 +146,57 @@ class Speculator:
         self.limit = config.num_speculative_tokens
         self.step_seconds = step_seconds
         self._records: dict[int, Record] = {}
-        self._all = Record()
+        self._all = Record(promised=2.0)
         self.drafter: Drafter
         if callable(config.method):
             self.drafter = CallableDrafter(config.method, vocab_size)
         else:
             window = config.suffix_decoding_max_cached_requests
-            self.drafter = SuffixDrafter(config.prompt_lookup_min, config.method == "suffix", window)
+            self.drafter = SuffixDrafter(config.lengths, config.method == "suffix", window)
 
     def begin_step(self, num_sequences: int, num_rows: int) -> None:
         """Start a step that would give `num_sequences` tokens from `num_rows` rows without drafts."""
         self._rows = num_rows
         self._tokens_per_second = num_sequences / self.step_seconds(num_rows)
 
-    def draft(self, seq: Sequence) -> list[int]:
-        """Return a draft for a sequence that computes its last token in this step."""
-        record = self._records.setdefault(seq.seq_id, Record())
+    def draft(self, seq: Sequence, room: int) -> list[int]:
+        """Return a draft of at most `room` tokens for a sequence that computes its last token in this step."""
+        record = self._record(seq)
         self._settle(record, seq)
-        left = seq.max_tokens - seq.num_completion_tokens - 1
-        second = self.step_seconds(self._rows + 1) - self.step_seconds(self._rows)
-        cost = self._tokens_per_second * second  # of a row, in tokens: a drafted one must be as probable as that
-        if seq.num_tokens % PROBE_EVERY == 0:
-            cost = 0.0
-            left = min(left, 1)
         chance = self._chance(record)
-        limit = min(self.limit, left)
-        if cost > 0.0:
-            limit = min(limit, int(math.log(min(cost, 1.0)) / math.log(chance)))
+        most = min(self.limit, room, seq.max_tokens - seq.num_completion_tokens - 1)
+        probe = min(most, 1 if seq.num_tokens % PROBE_EVERY == 0 else 0)
+        costs = self._costs(most)
+        limit = max(probe, _most_gain([chance] * most, costs)[0])  # no estimate is above 1, so none makes it longer
         record.start = len(seq.token_ids)
         record.draft = []
         record.shares = []
+        promised = 0.0
         if limit > 0:
             tokens, shares = self.drafter.propose(seq, limit)
-            keep = _count_likely(shares, chance, cost)
+            keep, promised = _most_gain([share * chance for share in shares], costs)
+            keep = max(keep, min(probe, len(tokens)))
             record.draft = tokens[:keep]
             record.shares = shares[:keep]
+        record.promised += 0.2 * (promised - record.promised)
+        self._all.promised += 0.01 * (promised - self._all.promised)
         self._rows += len(record.draft)
         return record.draft
 
     def pays_to_wait(self, seq: Sequence) -> bool:
-        """True if a draft promises more than the token that a step without waiting would give."""
-        record = self._records.get(seq.seq_id, self._all)
-        return self._chance(record) >= 0.5 or seq.num_tokens % PROBE_EVERY == 0
+        """True if a draft promises the token, at least, that a step without waiting would give."""
+        return self._record(seq).promised >= 1.0 or seq.num_tokens % PROBE_EVERY == 0
+
+    def _record(self, seq: Sequence) -> Record:
+        return self._records.setdefault(seq.seq_id, Record(self._all.promised))
+
+    def _costs(self, most: int) -> list[float]:
+        """Return what drafts of 1, 2, ... tokens cost, in tokens, by the time that they add to this step."""
+        alone = self.step_seconds(self._rows) - self.drafter.seconds
+        return [
+            max(ROW_COST * rows, self._tokens_per_second * (self.step_seconds(self._rows + rows) - alone))
+            for rows in range(1, most + 1)
+        ]
 
     def _chance(self, record: Record) -> float:
         """The probability of a drafted token whose estimate is 1: as for all sequences, until its own are known."""
@@ -185,11 +226,21 @@ class Speculator:
         self.drafter.finish(seq)
 
 
-def _count_likely(shares: list[float], chance: float, cost: float) -> int:
-    """Return how many tokens of a draft are as probable as a row costs, each given those before it."""
-    total = 1.0
-    for count, share in enumerate(shares):
-        total *= share * chance
-        if total < cost:
-            return count
-    return len(shares)
+def _most_gain(chances: list[float], costs: list[float]) -> tuple[int, float]:
+    """Return the length of a draft that gains most after its costs, 0 if none gains, and the tokens expected of it.
+
+    chances: of each token, if those before it come. costs: of drafts of 1, 2, ... tokens, no fewer.
+    """
+    best = 0
+    gain = 0.0
+    expected = 0.0
+    total = 0.0
+    likely = 1.0
+    for count, (chance, cost) in enumerate(zip(chances, costs, strict=False), 1):
+        likely *= chance
+        total += likely
+        if total - cost > gain:
+            best = count
+            gain = total - cost
+            expected = total
+    return best, expected

@@ -30,10 +30,12 @@ class SchedulerStats:
 class Batch:
     """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on.
 
-    tokens_left, sequences_left: how many more it may have. split: a sequence got less than it wants.
+    tokens_left, sequences_left: how many more it may have. split: a sequence got less than it wants. drafting: those
+    whose last token it computes, and that may draft.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
+    drafting: list[Sequence] = field(default_factory=list)
     tokens_left: int = 0
     sequences_left: int = 0
     split: bool = False
@@ -80,7 +82,8 @@ class Scheduler:
     existing from then on. Only a sampled token is late. Its sequence waits (`batches_in_flight`, for pipelines, whose
     steps share the sequences out), or with `async_scheduling` is in the next step, too, without knowing its last token.
 
-    speculator: drafts tokens for sequences that reach their last one; these wait for what comes of it.
+    speculator: drafts tokens, in what nobody else wants of a step, for sequences that reach their last one; these wait
+    for what comes of it.
     """
 
     def __init__(
@@ -123,9 +126,6 @@ class Scheduler:
         share = -(-busy // self.batches_in_flight)  # or the first batch would take all sequences
         batch = Batch(tokens_left=self.max_num_batched_tokens, sequences_left=share)
         preemptions = self.stats.preemptions
-        if self.speculator is not None and self.running:
-            rows = sum(seq.num_tokens - seq.num_cached_tokens for seq in self.running)
-            self.speculator.begin_step(len(self.running), rows)
         firsts, others = self._ranked()
         self._continue(batch, firsts)
         still, victims = self._ranked()
@@ -136,6 +136,8 @@ class Scheduler:
             self._admit_rest(batch)
         if batch.split:
             self._share_rest(batch)
+        if self.speculator is not None and batch.drafting:
+            self._draft(self.speculator, batch)
         if not batch.sequences and self.has_work:
             heads = [*self.running, *next(iter(self.calls.values())).waiting[:1]]
             assert any(seq.num_pending for seq in heads), "nothing scheduled though there is work"
@@ -158,16 +160,16 @@ class Scheduler:
                 continue
             if seq.num_pending and self._waits(seq):
                 continue
+            seq.draft = []
             tokens = self._tokens_for(batch, seq, seq.num_cached_tokens)
-            if self.speculator is not None:
-                whole = seq.num_cached_tokens + tokens == seq.num_tokens
-                self._draft(self.speculator, seq, batch.tokens_left - tokens if whole else 0)
             while not self.blocks.allocate(seq, seq.num_cached_tokens + tokens):
                 self.preempt_last()
                 if seq.status is not SequenceStatus.RUNNING:
                     break
             else:
-                batch.add(seq, tokens + len(seq.draft))
+                batch.add(seq, tokens)
+                if seq.num_cached_tokens + tokens == seq.num_tokens and not seq.num_pending and not seq.needs_tokens:
+                    batch.drafting.append(seq)
 
     def _admit_firsts(self, batch: Batch, victims: list[Sequence]) -> None:
         """Admit a sequence of each call of which none runs; the victims, last one first, make room."""
@@ -232,14 +234,19 @@ class Scheduler:
         drafts = bool(seq.draft) or (self.speculator is not None and self.speculator.pays_to_wait(seq))
         return last or drafts or seq.needs_tokens or not self.async_scheduling
 
-    def _draft(self, speculator: Speculator, seq: Sequence, room: int) -> None:
-        """Set the draft of a running sequence, of at most `room` tokens, in free blocks."""
-        seq.draft = []
-        if room < 1 or seq.num_pending or seq.needs_tokens:
-            return
-        draft = speculator.draft(seq)[:room]
-        if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
-            seq.draft = draft
+    def _draft(self, speculator: Speculator, batch: Batch) -> None:
+        """Set drafts, in what is left of the step and of the blocks; who has most tokens to come is first."""
+        speculator.begin_step(len(batch.sequences), batch.num_tokens)
+        for seq in sorted(batch.drafting, key=lambda seq: seq.num_completion_tokens - seq.max_tokens):
+            blocks = len(seq.block_table) + self.blocks.num_free
+            room = min(batch.tokens_left // seq.token_cost, blocks * self.blocks.block_size - seq.num_tokens)
+            if room < 1:
+                continue
+            draft = speculator.draft(seq, room)
+            if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
+                seq.draft = draft
+                seq.num_scheduled_tokens += len(draft)
+                batch.tokens_left -= len(draft) * seq.token_cost
 
     def preempt_last(self) -> None:
         """Take all KV from the running sequence that ranks last, which starts over later."""

@@ -15,9 +15,9 @@ import numpy as np
 from .sequence import Sequence
 
 MAX_PLACES = 16  # of one run that are followed, the newest
-LONGER = (4, 2, 1)  # times `min_match`: runs to look for. Among few different tokens a short one says little
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
+ROLLOUT_TOKENS = 300  # as many as fit into what is kept of a rollout and its prompt besides
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
 MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
@@ -134,7 +134,8 @@ def _count(texts: list[array]) -> int:
 class Group:
     """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    still: of earlier rollouts. twins: the newest earlier rollout by its `random_key`.
+    index: of the prompt, and of its live texts where they are shared. still: of earlier rollouts. twins: the newest
+    earlier rollout by its `random_key`.
     """
 
     index: LiveIndex
@@ -148,12 +149,14 @@ class Group:
 class Cursor:
     """A running sequence's own text, and the places in others that its last tokens led to.
 
-    places: all those with the longest common context, and with shorter ones down to some length. known: tokens of the
-    sequence that are in `text`. pool: other prompts' rollouts of its salt.
+    index: where its text is: its own where nothing is shared. places: all those with the longest common context, and
+    with shorter ones down to some length. known: tokens of the sequence that are in `text`. pool: other prompts'
+    rollouts of its salt.
     """
 
     key: bytes
     group: Group
+    index: LiveIndex
     pool: Pool
     text: Text
     known: int
@@ -163,15 +166,17 @@ class Cursor:
 class SuffixDrafter:
     """Drafts from the sequence itself and its prompt; `shared`: and from other rollouts.
 
-    Those of the prompt, old and new, go before those of other prompts, which only the longest runs lead to. Earlier
-    rollouts are kept for at most `window` samples per prompt and MAX_HISTORY tokens in all; prompts that have not been
-    used for longest go first. A rollout of the same `random_key` goes before all others at the same
-    position, as long as it agrees: under weights that moved a little, it draws the same tokens mostly.
+    lengths: of the runs that lead to a place, longest first. The prompt's places, old and new, go before those of other
+    prompts, which only the longest runs lead to. Earlier rollouts are kept for at most `window` samples per prompt and
+    MAX_HISTORY tokens in all; prompts that have not been used for longest go first. A rollout of the same `random_key`
+    goes before all others at the same position, as long as it agrees: under weights that moved a little, it draws the
+    same tokens mostly.
     """
 
-    def __init__(self, min_match: int, shared: bool, window: int):
-        self.min_match = min_match
-        self.lengths = [times * min_match for times in LONGER]
+    seconds = 0.0  # of a proposal: small beside a step
+
+    def __init__(self, lengths: Seq[int], shared: bool, window: int):
+        self.lengths = lengths
         self.shared = shared
         self.window = window
         self._groups: dict[bytes, Group] = {}
@@ -200,33 +205,33 @@ class SuffixDrafter:
     def finish(self, seq: Sequence) -> None:
         """Keep a sequence's completion for later rollouts of its prompt, and forget the rest."""
         cursor = self._cursors.pop(seq.seq_id, None)
-        if cursor is None:
-            return
+        if cursor is None:  # it never drafted
+            cursor = self._enter(seq)
         group = cursor.group
         group.live -= 1
         group.ended += 1
         over = group.live == 0 or group.ended > 2 * self.window  # later sequences start with what is kept
         if over and self._groups.get(cursor.key) is group:
             del self._groups[cursor.key]
-        if self.shared:
-            rollout = array("i", seq.completion_token_ids)
+        rollout = array("i", seq.completion_token_ids)
+        if self.shared and rollout:
             self._keep(cursor.key, seq.random_key, rollout)
             cursor.pool.add(rollout)
 
     def _enter(self, seq: Sequence) -> Cursor:
         """Begin to follow a sequence, by itself or in its prompt's group."""
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        name = seq.cache_salt if self.shared else seq.seq_id.to_bytes(8, "little")
-        key = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16, key=name).digest()
+        key = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16, key=seq.cache_salt).digest()
         group = self._groups.get(key)
-        tail = prompt[-self.min_match :]
+        tail = prompt[-self.lengths[-1] :]
         if group is None:
             rollouts = self._history.get(key, ())
             still = StillIndex(self.lengths, [[*tail, *tokens] for _, tokens in rollouts]) if rollouts else None
             group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
             group.index.extend(Text([]), prompt[-MAX_PROMPT:])
         group.live += 1
-        return Cursor(key, group, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
+        index = group.index if self.shared else LiveIndex(self.lengths)
+        return Cursor(key, group, index, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
 
     def _pool(self, salt: bytes) -> Pool:
         pool = self._pools.setdefault(salt, Pool(self.lengths[0]))
@@ -239,7 +244,7 @@ class SuffixDrafter:
         """Index a sequence's new tokens, and leave the places that went on otherwise."""
         new = seq.token_ids[cursor.known :]
         if new:
-            cursor.group.index.extend(cursor.text, new)
+            cursor.index.extend(cursor.text, new)
             length = len(new)
             went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
             cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
@@ -252,8 +257,10 @@ class SuffixDrafter:
             run = cursor.text.tokens[-length:]
             if len(run) < length:
                 break
-            old = [] if cursor.group.still is None else cursor.group.still.find(length, _hash(run))
-            found = old + cursor.group.index.find(run)
+            found = [] if cursor.group.still is None else cursor.group.still.find(length, _hash(run))
+            found += cursor.group.index.find(run)
+            if cursor.index is not cursor.group.index:
+                found += cursor.index.find(run)
             if not found:
                 break
             best = found
@@ -266,13 +273,15 @@ class SuffixDrafter:
     def _keep(self, key: bytes, random_key: Hashable, rollout: array) -> None:
         rollouts = self._history.setdefault(key, deque())
         self._history.move_to_end(key)
+        if any(same == random_key and kept[: len(rollout)] == rollout for same, kept in rollouts):
+            return  # one that ended early, say, and tells nothing new
         rollouts.append((random_key, rollout))
-        self._history_tokens += len(rollout)
+        self._history_tokens += len(rollout) + ROLLOUT_TOKENS
         while len(rollouts) > self.window:
-            self._history_tokens -= len(rollouts.popleft()[1])
+            self._history_tokens -= len(rollouts.popleft()[1]) + ROLLOUT_TOKENS
         while self._history_tokens > MAX_HISTORY:
             _, oldest = self._history.popitem(last=False)
-            self._history_tokens -= _count([tokens for _, tokens in oldest])
+            self._history_tokens -= sum(len(tokens) + ROLLOUT_TOKENS for _, tokens in oldest)
 
 
 def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float]]:

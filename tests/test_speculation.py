@@ -13,6 +13,7 @@ from samebits.trainer import exact_model
 
 from helpers.adapters import adapted_model, lora
 from helpers.schedules import check_results, random_requests, run_schedule, two_versions
+from helpers.serving import served_checkpoint
 
 VOCAB = 40  # so small that texts repeat themselves
 CASES = [1, pytest.param(12, marks=pytest.mark.slow)]
@@ -72,15 +73,22 @@ def speculative_config(kind, path, models, requests, rng):
 DRAFTERS = ("suffix", "ngram", "right", "right, then wrong", "noise")
 
 
+def with_banned_tokens(rng, prompt, params):
+    """The request, now and then with `min_tokens` in the midst of its answer: EOS may be drafted there, never drawn."""
+    return prompt, dataclasses.replace(params, min_tokens=min(rng.choice((0, 1, 10)), params.max_tokens))
+
+
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("dtype", "stages"), [("float32", 1), pytest.param("bfloat16", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dtype", "stages"), [("float32", 1), ("float32", 2), pytest.param("bfloat16", 2, marks=pytest.mark.slow)]
+)
 def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
     path, models = two_versions(checkpoint, "qwen3", dtype, vocab_size=VOCAB)
     drafted = accepted = 0
     for case in range(cases):
         rng = random.Random(f"{drafter}-{dtype}-{stages}-{case}")
-        requests = random_requests(rng, VOCAB, 5, 30)
+        requests = [with_banned_tokens(rng, *request) for request in random_requests(rng, VOCAB, 5, 30)]
         settings = {"speculative_config": speculative_config(drafter, path, models, requests, rng)}
         if stages > 1:
             settings |= {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 3)}
@@ -173,6 +181,36 @@ def test_rollouts_are_drafted_from_those_of_the_same_settings(checkpoint):
         assert llm.stats().steps - steps < 80 / 4
 
 
+@pytest.mark.parametrize("drafter", ["suffix", "right", "right, then wrong", "noise"])
+def test_all_that_an_answer_says_is_the_same_with_drafts(tmp_path, checkpoint, drafter):
+    """Stop strings, alternatives, ranks, scores of prompts, texts and reasons: beside an engine without drafts."""
+    path = served_checkpoint(checkpoint("qwen3"), tmp_path / "model")
+    plain = LLM(path)
+    params = SamplingParams(
+        n=3, max_tokens=40, seed=3, ignore_eos=True, logprobs=5, prompt_logprobs=True, raw_logprobs=True, min_tokens=4
+    )
+    text = plain.generate([[5, 7, 9, 5, 7]], params, use_tqdm=False)[0].completions[1].text
+    requests = [
+        ([5, 7, 9, 5, 7], dataclasses.replace(params, stop=[text[20:23]])),
+        ([5, 7, 9], dataclasses.replace(params, temperature=0.7, top_p=0.9)),
+        ([11, 12], dataclasses.replace(params, stop_token_ids=[40, 41], ignore_eos=False)),
+    ]
+    expected = outputs(plain, requests)
+    assert any(c.stop_reason == text[20:23] for c in expected[0].completions)
+    config = speculative_config(drafter, path, [exact_model(path)], requests, random.Random(0))
+    llm = LLM(path, speculative_config=config)
+    for _ in range(2):
+        assert outputs(llm, requests) == expected
+    assert llm.stats().draft_tokens
+
+
+def outputs(llm, requests):
+    """What the engine returns but for the requests' names."""
+    prompts, params = zip(*requests, strict=True)
+    found = llm.generate(list(prompts), list(params), use_tqdm=False)
+    return [dataclasses.replace(out, request_id="") for out in found]
+
+
 def test_streams_show_drafted_tokens_as_any_others(checkpoint):
     path = checkpoint("qwen3")
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -213,10 +251,10 @@ def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, 
         ({"method": "eagle"}, "choose suffix, ngram, or give a callable"),
         ({"method": "suffix", "num_speculative_tokens": 0}, "must be a positive integer"),
         ({"method": "ngram", "prompt_lookup_min": True}, "must be a positive integer"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at least prompt_lookup_min"),
+        ({"method": "suffix", "num_tokens": 3}, r"no \['num_tokens'\]; it has method, num_speculative_tokens"),
     ],
 )
 def test_settings_are_checked(checkpoint, config, problem):
     with pytest.raises(ValueError, match=problem):
         LLM(checkpoint("qwen3"), speculative_config=config)
-    with pytest.raises(TypeError, match="num_tokens"):
-        LLM(checkpoint("qwen3"), speculative_config={"method": "suffix", "num_tokens": 3})

@@ -116,7 +116,9 @@ def check_results(models, requests, results) -> int:
 
         expected = oracle(model_of, prompt, params, eos=(2,))
         assert [(c.token_ids, c.logprobs) for c in out.completions] == expected
+        ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {2})
         for c in out.completions:
+            assert c.finish_reason == ("stop" if c.token_ids[-1] in ends else "length")
             for token, logprob, top in zip(c.token_ids, c.logprobs, c.top_logprobs or [], strict=bool(params.logprobs)):
                 assert top.get(token, logprob) == logprob
         if params.prompt_logprobs and len(prompt) > 1:

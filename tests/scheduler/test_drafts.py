@@ -2,11 +2,16 @@
 
 import itertools
 import random
+import time
+import tracemalloc
 from array import array
 
+import numpy as np
 import pytest
+import torch
 
-from samebits.scheduler import Sequence, SpeculativeConfig, Speculator, suffix
+from samebits.scheduler import BlockManager, Scheduler, Sequence, SpeculativeConfig, Speculator, suffix
+from samebits.scheduler.drafts import PROBE_EVERY
 from samebits.scheduler.suffix import Pool, SuffixDrafter
 
 
@@ -31,6 +36,17 @@ def longest_match(texts, tokens):
     return best, after
 
 
+def after_longest_run(texts, tokens, lengths):
+    """The slow way: what follows the longest run that ends `tokens`, of one of these lengths, wherever it is known."""
+    runs = (tuple(tokens[-length:]) for length in lengths if len(tokens) >= length)
+    return next(filter(None, ([t for text in texts for t in after(text, run)] for run in runs)), [])
+
+
+def found_by(drafter, number):
+    """The tokens at the places that the drafter finds anew for a sequence."""
+    return [text.tokens[i] for text, i in drafter._find(drafter._cursors[number])]
+
+
 @pytest.mark.parametrize("min_match", [1, 2, 3])
 @pytest.mark.parametrize("shared", [False, True])
 def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, shared):
@@ -38,7 +54,8 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
     drafted = 0
     for case in range(20):
         rng = random.Random(case)
-        drafter = SuffixDrafter(min_match, shared, window=8)
+        lengths = [4 * min_match, 2 * min_match, min_match]
+        drafter = SuffixDrafter(lengths, shared, window=8)
         prompt = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
         tail = prompt[-min_match:]
         earlier = []
@@ -46,13 +63,15 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
             seq = sequence(number, prompt, key=number)
             for _ in range(rng.randint(5, 40)):
                 own = tail + seq.completion_token_ids
-                best, after = longest_match([prompt, own, *(earlier if shared else [])], own)
+                texts = [prompt, own, *(earlier if shared else [])]
+                best, following = longest_match(texts, own)
                 tokens, shares = drafter.propose(seq, 1)
+                assert sorted(found_by(drafter, number)) == sorted(after_longest_run(texts, own, lengths))
                 assert bool(tokens) == (best >= min_match)
                 if tokens:
                     places = drafter._cursors[number].places
                     known = [text.tokens[i] for text, i in places if i < len(text.tokens)]
-                    assert not {*after} - {*known}, "a place of the longest match was left out"
+                    assert not {*following} - {*known}, "a place of the longest match was left out"
                     most = max(known.count(t) for t in known)
                     assert known.count(tokens[0]) == most
                     assert shares == [most / len(known)]
@@ -65,7 +84,7 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
 
 
 def test_a_rollout_of_the_same_random_numbers_goes_before_all_others():
-    drafter = SuffixDrafter(2, True, window=8)
+    drafter = SuffixDrafter([8, 4, 2], True, window=8)
     for number, (key, tokens) in enumerate([(7, [5, 1, 2, 9]), (8, [5, 1, 2, 3]), (9, [5, 1, 2, 3])]):
         seq = sequence(number, [5, 5], tokens, key)
         drafter.propose(seq, 1)
@@ -75,7 +94,7 @@ def test_a_rollout_of_the_same_random_numbers_goes_before_all_others():
 
 
 def test_drafts_follow_most_places_and_then_those_that_agreed():
-    drafter = SuffixDrafter(2, True, window=8)
+    drafter = SuffixDrafter([8, 4, 2], True, window=8)
     for number, tokens in enumerate([[1, 2, 3], [1, 2, 4, 6], [1, 2, 4, 7], [1, 2, 4, 7]]):
         seq = sequence(number, [8, 9], tokens, key=number)
         drafter.propose(seq, 1)
@@ -84,7 +103,7 @@ def test_drafts_follow_most_places_and_then_those_that_agreed():
 
 
 def test_prompts_of_other_salts_share_nothing():
-    drafter = SuffixDrafter(1, True, window=8)
+    drafter = SuffixDrafter([4, 2, 1], True, window=8)
     seq = sequence(0, [5], [6, 7], key=1)
     drafter.propose(seq, 1)
     drafter.finish(seq)
@@ -105,7 +124,7 @@ def finished(drafter, number, prompt, tokens, salt=b""):
 def test_the_longest_runs_are_drafted_from_other_prompts_of_the_same_salt(monkeypatch):
     monkeypatch.setattr(suffix, "PART", 1)
     run = [*range(10, 18)]
-    drafter = SuffixDrafter(2, True, window=8)
+    drafter = SuffixDrafter([8, 4, 2], True, window=8)
     finished(drafter, 0, [5, 5], [*run, 20, 21])
     assert drafter.propose(sequence(1, [6, 6], run, key=1), 2) == ([20, 21], [1.0, 1.0])
     assert drafter.propose(sequence(2, [6, 6], [9, *run[1:]], key=2), 2)[0] == [], "a run of 7 tokens"
@@ -150,14 +169,15 @@ def after(text, run):
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_HISTORY", 500)
-    drafter = SuffixDrafter(2, True, window=3)
+    monkeypatch.setattr(suffix, "ROLLOUT_TOKENS", 5)
+    drafter = SuffixDrafter([8, 4, 2], True, window=3)
     resident = sequence(10**6, [1, 1], [2])
     drafter.propose(resident, 1)  # its prompt's group never ends
     for number in range(300):
         seq = sequence(number, [1, number % 9], range(number, number + 20), key=number)
         drafter.propose(seq, 1)
         drafter.finish(seq)
-        assert drafter._history_tokens == sum(len(t) for kept in drafter._history.values() for _, t in kept) <= 500
+        assert drafter._history_tokens == sum(5 + len(t) for kept in drafter._history.values() for _, t in kept) <= 500
         assert all(len(kept) <= 3 for kept in drafter._history.values())
         assert len(drafter._groups) <= 1
         assert len(drafter._pools) == 1
@@ -168,6 +188,27 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     for number in range(40):
         finished(drafter, number, [1], [2], salt=bytes([number]))
     assert [*drafter._pools] == [bytes([number]) for number in range(40 - suffix.MAX_POOLS, 40)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 100])
+def test_what_is_kept_takes_the_memory_that_it_is_counted_for(monkeypatch, length):
+    for name, value in (("MAX_HISTORY", 2**18), ("PART", 1), ("MAX_POOL", 0)):
+        monkeypatch.setattr(suffix, name, value)
+    drafter = SuffixDrafter([8, 4, 2], True, window=32)
+    tracemalloc.start()
+    for number in range(1500):
+        finished(drafter, number, [5, number], [7] * length)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(drafter._history) < 1000, "the bound is reached"
+    assert kept <= 4 * 2**18 * 1.1
+
+
+def test_rollouts_without_a_draft_are_kept_and_those_that_ended_early_replace_none():
+    drafter = SuffixDrafter([4, 2, 1], True, window=8)
+    drafter.finish(sequence(0, [5], [6, 7, 8], key=1))
+    drafter.finish(sequence(1, [5], [6, 7], key=1))
+    assert drafter.propose(sequence(2, [5], [6, 7], key=1), 3)[0] == [8]
 
 
 def speculator(seconds, draft, **config):
@@ -181,7 +222,7 @@ def rounds(one, right, count=200):
     lengths = []
     for _ in range(count):
         one.begin_step(1, 1)
-        draft = one.draft(seq)
+        draft = one.draft(seq, 100)
         lengths.append(len(draft))
         seq.token_ids += [*draft, 50] if right else [50]
     return lengths
@@ -202,13 +243,59 @@ def test_drafts_that_are_never_right_are_given_up_but_for_probes():
     assert sum(lengths[100:]) >= 300 / 20, "no probe: drafts that become good would never be noticed"
 
 
+@pytest.mark.parametrize("plateau", [2, 16])
+def test_rows_that_took_no_time_when_measured_are_not_free(plateau):
+    one = speculator(lambda rows: max(1.0, 1.0 + 0.5 * (rows - plateau)), [3] * 8)
+    lengths = rounds(one, right=False, count=400)
+    assert sum(lengths[100:]) <= 300 / 4
+
+
+def test_a_probe_cuts_no_draft_that_pays():
+    lengths = rounds(speculator(lambda rows: 1.0 + 0.01 * rows, [3] * 8), right=True, count=100)
+    assert lengths[20:] == [8] * 80
+
+
+def test_a_sequence_waits_for_drafts_only_where_they_promise_a_token():
+    for seconds, draft in ((lambda rows: 1.0, []), (lambda rows: float(rows), [3] * 8)):
+        one = speculator(seconds, draft)
+        rounds(one, right=True)
+        waits = [one.pays_to_wait(sequence(number, range(1, 2 + number))) for number in range(64)]
+        assert sum(waits) == 64 / PROBE_EVERY
+    one = speculator(lambda rows: 1.0, [3] * 8)
+    rounds(one, right=True)
+    assert all(one.pays_to_wait(sequence(number, [1])) for number in range(5))
+
+
+def test_a_drafter_that_takes_longer_than_it_saves_is_asked_for_probes_only():
+    asked = []
+
+    def slow(ids):
+        asked.append(len(ids))
+        time.sleep(0.01)
+        return [3] * 8
+
+    one = Speculator(SpeculativeConfig(method=slow), 100, lambda rows: 0.001)
+    rounds(one, right=True, count=40)
+    assert len(asked) <= 1 + 40 * 9 / PROBE_EVERY, "at the start and for probes, at most"
+    assert all(length % PROBE_EVERY == 0 for length in asked[1:])
+
+
+def test_a_drafter_may_give_integers_of_any_kind():
+    for tokens in (np.array([3, 4]), torch.tensor([3, 4]), [np.int64(3), 4], iter([3, 4])):
+        one = Speculator(SpeculativeConfig(method=lambda ids, tokens=tokens: tokens), 100, lambda rows: 1.0)
+        one.begin_step(1, 1)
+        draft = one.draft(sequence(0, [1]), 100)
+        assert draft == [3, 4][: len(draft)] != []
+        assert all(type(token) is int for token in draft)
+
+
 def test_drafts_end_before_the_last_token_and_at_the_limit():
     one = speculator(lambda rows: 1.0, [3] * 8, num_speculative_tokens=5)
     one.begin_step(1, 1)
     for left, expected in ((1, 0), (2, 1), (4, 3), (100, 5)):
         seq = sequence(left, [1], max_tokens=left)
         one._all.offered = one._all.accepted = 10.0**6
-        assert len(one.draft(seq)) == expected
+        assert len(one.draft(seq, 100)) == expected
 
 
 def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
@@ -227,6 +314,56 @@ def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
         one.begin_step(1, 1)
         caplog.clear()
         for number in range(3):
-            assert one.draft(sequence(number, [1])) == []
+            assert one.draft(sequence(number, [1]), 100) == []
         assert len(caplog.records) == 1
         assert "drafter" in caplog.text
+
+
+def start(prompts, budget, blocks=2000, max_tokens=1000):
+    """Return a scheduler whose drafts are all right, and sequences, calls of their own, whose prompts it has computed."""
+    scheduler = Scheduler(
+        BlockManager(blocks, 4), len(prompts), budget, speculator=speculator(lambda rows: 1.0, [3] * 8)
+    )
+    sequences = [sequence(number, prompt, max_tokens=max_tokens) for number, prompt in enumerate(prompts)]
+    for seq in sequences:
+        seq.call = seq.seq_id
+        scheduler.add(seq)
+    while not all(seq.num_completion_tokens for seq in sequences):
+        step(scheduler)
+    return scheduler, sequences
+
+
+def step(scheduler):
+    """Give each sequence the tokens that it drafted, and one more."""
+    batch = scheduler.schedule()
+    assert batch.num_tokens <= scheduler.max_num_batched_tokens
+    for seq in scheduler.postprocess(batch):
+        for token in seq.draft:
+            seq.token_ids.append(token)
+            scheduler.accept(seq)
+        seq.token_ids.append(3)
+
+
+@pytest.mark.parametrize(("count", "budget"), [(2, 8), (2, 2), (30, 64), (8, 8)])
+def test_drafts_take_what_nobody_else_wants_of_a_step(count, budget):
+    scheduler, sequences = start([[number] for number in range(count)], budget)
+    for _ in range(40):
+        step(scheduler)
+    assert min(seq.num_completion_tokens for seq in sequences) > 40
+    assert bool(scheduler.stats.draft_tokens) == (budget > count)
+
+
+def test_drafts_preempt_nobody_and_fill_the_block_that_a_sequence_has():
+    scheduler, (first, second) = start([[1, 1], [2] * 4], 64, blocks=3, max_tokens=8)
+    batch = scheduler.schedule()
+    assert batch.sequences == [first, second]
+    assert scheduler.blocks.num_free == 0, "the second one's next token took the last block"
+    assert len(first.draft) == 1
+    assert scheduler.stats.preemptions == 0
+
+
+def test_who_has_most_tokens_to_come_drafts_first():
+    scheduler, (short, long) = start([[1], [2]], 8)
+    short.max_tokens = 100
+    scheduler.schedule()
+    assert len(long.draft) > len(short.draft)
