@@ -93,7 +93,8 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return self.get_output_embeddings()(hidden[logprobs.index], logprobs)
         out = self.base_model(*args, **kwargs, output_router_logits=True)
         found = self.get_output_embeddings()(out.last_hidden_state[0, logprobs.index], logprobs)
-        return found, load_balancing_loss(self, out.router_logits)
+        logits = getattr(out, "router_logits", ())  # a model without such a loss may give none
+        return found, load_balancing_loss(self, logits)
 
     eager = torch.compiler.disable(forward, reason="a compiler may fuse what has to be rounded")
     return type(kind.__name__, (kind,), {"forward": eager, "__module__": kind.__module__})

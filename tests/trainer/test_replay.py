@@ -201,7 +201,7 @@ def test_a_wrong_number_of_arrays_and_a_dense_model_are_refused(paths, checkpoin
         token_logprobs(exact_model(checkpoint("llama")), SEQUENCES, routed_experts=[None] * 3)
 
 
-def test_the_routers_loss_is_transformers_own(paths):
+def test_the_routers_loss_is_transformers_own(paths, checkpoint):
     from transformers import AutoModelForCausalLM
 
     path = paths("qwen3_moe")
@@ -217,3 +217,5 @@ def test_the_routers_loss_is_transformers_own(paths):
             assert theirs.abs().max() > 0 and torch.allclose(router.grad, theirs, rtol=1e-3, atol=1e-7)
     with pytest.raises(ValueError, match="Glm4MoeForCausalLM has no load-balancing loss"):
         token_logprobs(exact_model(paths("glm4_moe")), SEQUENCES, return_router_loss=True)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no load-balancing loss"):
+        token_logprobs(exact_model(checkpoint("llama")), SEQUENCES, return_router_loss=True)
