@@ -5,8 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+BEFORE_5_13 = Version(transformers.__version__) < Version("5.13")
+NEWER = {"granitemoe"} if BEFORE_5_13 else set()  # families whose exact form came with 5.13
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1001, "hidden_size": 44, "intermediate_size": 76, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -83,7 +89,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
     "qwen3_next": (
         EXPERTS | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
                    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 28},
-        r"Qwen3NextGatedDeltaNet\) is not covered: torch function torch.nn.functional.conv1d",
+        # the module itself calls the function in newer versions of transformers, its child in older ones
+        r"(Qwen3NextGatedDeltaNet|conv1d \(Conv1d)\) is not covered: torch function torch.nn.functional.conv1d",
     ),
     "nemotron_h": ({}, r"NemotronHExperts\) have no gate"),
 }  # fmt: skip
@@ -117,6 +124,12 @@ def random_sizes(rng: random.Random, family: str) -> dict[str, Any]:
     return sizes
 
 
+def skip_if_newer(family: str) -> None:
+    """Skip a test of a family that is refused in the installed transformers."""
+    if family in NEWER:
+        pytest.skip(f"{family} is exact from transformers 5.13 on")
+
+
 def family_config(family: str, **overrides) -> PretrainedConfig:
     """The tiny config of a family."""
     own = FAMILIES[family] if family in FAMILIES else REFUSED[family][0]
@@ -126,6 +139,7 @@ def family_config(family: str, **overrides) -> PretrainedConfig:
 
 def make_family(folder, family: str, seed: int = 0, **overrides):
     """Write a random model of a family, whose biases and norms aren't constant, and return its folder."""
+    skip_if_newer(family)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(family_config(family, **overrides), dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
