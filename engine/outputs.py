@@ -105,3 +105,8 @@ class EngineStats:
     accepted_tokens: int
     step_seconds: float
     weight_version: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step gave, on average."""
+        return self.generation_tokens / max(1, self.steps)

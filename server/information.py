@@ -76,21 +76,26 @@ class Metrics:
             (GaugeMetricFamily, "requests_running", "Sequences that run", load.num_running),
             (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
             (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
+            (GaugeMetricFamily, "tokens_per_step", "Tokens that a step gave, on average", load.tokens_per_step),
             (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
             (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
             (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
             (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),
-            (CounterMetricFamily, "draft_tokens", "Tokens drafted", load.draft_tokens),
-            (CounterMetricFamily, "accepted_tokens", "Drafted tokens that were sampled", load.accepted_tokens),
             (CounterMetricFamily, "preemptions", "Sequences whose KV was taken for others", load.preemptions),
         )
         for family, name, text, value in rows:
             yield family(f"samebits_{name}", text, float(value))
-        finished = CounterMetricFamily("samebits_samples_finished", "Samples by finish reason", labels=["reason"])
-        for reason, count in sorted(engine.finished.items()):
-            finished.add_metric([reason], count)
-        yield finished
+        method = (self.service.llm.config.speculative_config or {"method": "none"})["method"]
+        for name, text, label, counts in (
+            ("samples_finished", "Samples by finish reason", "reason", engine.finished),
+            ("draft_tokens", "Tokens drafted", "method", {method: load.draft_tokens}),
+            ("accepted_tokens", "Drafted tokens that were sampled", "method", {method: load.accepted_tokens}),
+        ):
+            labelled = CounterMetricFamily(f"samebits_{name}", text, labels=[label])
+            for value, count in sorted(counts.items()):
+                labelled.add_metric([str(value)], count)
+            yield labelled
         labels = {"version": self.service.updates.label, "contract": str(self.service.contract_hash)}
         yield InfoMetricFamily("samebits_weights", "The weights in force, by the client's name", labels)
 

@@ -184,17 +184,21 @@ def test_older_and_shorter_names_of_options_stay():
 
 
 def test_engine_settings_reach_the_engine(checkpoint, tmp_path):
-    """A sequence, a flag and a number; stages change no bit."""
+    """A sequence, a flag, a number and a table; stages and drafts change no bit."""
     prompts, one, staged = (tmp_path / name for name in ("prompts.jsonl", "one.jsonl", "staged.jsonl"))
     prompts.write_text(json.dumps({"prompt_token_ids": [5, 6, 7]}))
+    drafts = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
     args = ("rollout", checkpoint("llama"), prompts, "--seed", 3, "--max-tokens", 8, "--out")
     stages = ("--pp", 2, "--backend", "inproc", "--no-enable-prefix-caching", "--stage-layers")
-    for done in (samebits(*args, one), samebits(*args, staged, *stages, "1,1")):
+    for done in (samebits(*args, one), samebits(*args, staged, *stages, "1,1", *drafts)):
         assert done.returncode == 0, done.stderr
     assert staged.read_text() == one.read_text()
     wrong = samebits(*args, staged, *stages, "2,1,1")
     assert wrong.returncode == 2
     assert "stage_layers (2, 1, 1)" in wrong.stderr.replace("\n", " ")
+    wrong = samebits(*args, staged, "--speculative-config", '{"method": "suffix", "depth": 3}')
+    assert wrong.returncode == 2
+    assert "speculative_config has no ['depth']" in wrong.stderr.replace("\n", " ")
 
 
 def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):

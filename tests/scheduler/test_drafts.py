@@ -320,7 +320,7 @@ def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
 
 
 def start(prompts, budget, blocks=2000, max_tokens=1000):
-    """Return a scheduler whose drafts are all right, and sequences, calls of their own, whose prompts it has computed."""
+    """Return a scheduler whose drafts are all right, and sequences, calls of their own, with their prompts computed."""
     scheduler = Scheduler(
         BlockManager(blocks, 4), len(prompts), budget, speculator=speculator(lambda rows: 1.0, [3] * 8)
     )

@@ -300,14 +300,15 @@ def test_information_routes_say_what_both_dialects_ask(server):
     assert contract["contract"] == dataclasses.asdict(server.llm.contract)
 
 
-def test_metrics_count_tokens_samples_and_steps(server):
-    def read():
-        lines = server.http.get("/metrics").text.splitlines()
-        return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+def metrics(server):
+    lines = server.http.get("/metrics").text.splitlines()
+    return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
-    before = read()
+
+def test_metrics_count_tokens_samples_and_steps(server):
+    before = metrics(server)
     server.ok("/v1/completions", {"prompt": [9] * 40, "n": 2, "max_tokens": 7, "ignore_eos": True})
-    after = read()
+    after = metrics(server)
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["samebits_generation_tokens_total"] == 14
     assert grown["samebits_prompt_tokens_total"] == 40
@@ -315,7 +316,21 @@ def test_metrics_count_tokens_samples_and_steps(server):
     assert grown["samebits_step_seconds_count"] >= 7
     assert after["samebits_kv_cache_usage_ratio"] == after["samebits_requests_running"] == 0
     server.ok("/v1/completions", {"prompt": [9] * 40, "max_tokens": 1})
-    assert read()["samebits_prefix_cache_hit_tokens_total"] == after["samebits_prefix_cache_hit_tokens_total"] + 32
+    hits = "samebits_prefix_cache_hit_tokens_total"
+    assert metrics(server)[hits] == after[hits] + 32
+
+
+def test_metrics_count_drafts_by_their_method(path, server, monkeypatch):
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+    body = {"prompt": [9] * 20, "max_tokens": 40, "ignore_eos": True, "seed": 3, "logprobs": 1}
+    expected = server.ok("/v1/completions", body)["choices"]
+    with Serving(path, {"speculative_config": {"method": "suffix"}}) as drafting:
+        for _ in range(2):
+            assert drafting.ok("/v1/completions", body)["choices"] == expected
+        found = metrics(drafting)
+    accepted = found['samebits_accepted_tokens_total{method="suffix"}']
+    assert 30 <= accepted <= found['samebits_draft_tokens_total{method="suffix"}']
+    assert found["samebits_tokens_per_step"] > 1.5
 
 
 # --- pausing, aborting, memory ----------------------------------------------------------------------------------------
