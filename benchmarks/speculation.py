@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import pathlib
 import random
 import statistics
@@ -17,13 +18,15 @@ import time
 
 from samebits import LLM, SamplingParams
 
-ROUNDS = 5  # of a workload whose prompts are new each time
+ROUNDS = 5  # of a workload whose prompts or seeds are new each time
+CLOSE_ROUNDS = 15  # where a ratio near 1 is to be told from noise
 QUESTIONS = (
     "What is the capital of France?",
     "Write a Python function that reverses a string.",
     "What is 17 + 25? Think step by step.",
     "List the first ten prime numbers.",
 )
+NAMES = ("Ann", "Bob", "Eve")
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "Pack my box with five dozen liquor jugs.",
@@ -37,6 +40,16 @@ def copy(number: int) -> str:
     order = random.Random(number).sample(SENTENCES, len(SENTENCES))
     start = " ".join(order[0].split()[:4])
     return f"Copy this text and change nothing: {' '.join(order)}\n{start}"
+
+
+def edit(number: int) -> str:
+    """Return a prompt whose answer is a JSON document with one more field."""
+    rng = random.Random(number)
+    people = [
+        {"name": name, "age": rng.randrange(20, 80), "id": rng.randrange(10**6)} for name in ("Ann", "Bob", "Eve")
+    ]
+    before = json.dumps(people)
+    return f'Before:\n{before}\nAfter adding "new": true to each entry:\n[{{"name": "Ann",'
 
 
 def noise(number: int) -> list[list[int]]:
@@ -55,8 +68,11 @@ def generate(llm: LLM, prompts: list, params: list[SamplingParams]) -> tuple[lis
     return found, llm.stats().steps - steps, seconds
 
 
-def driver_share(llm: LLM, prompts: list) -> float:
-    """Return the share of its steps' time that an engine spends on drafting, for 64 sequences seen before."""
+def driver_share(llm: LLM, prompts: list, seed: int) -> float:
+    """Return the share of its steps' time that an engine spends on drafting, for 64 sequences of known prompts.
+
+    seed: 0 for sequences that were seen before, another for new ones.
+    """
     speculator = llm.engine.scheduler.speculator
     spent = 0.0
 
@@ -71,12 +87,15 @@ def driver_share(llm: LLM, prompts: list) -> float:
 
         return call
 
-    params = [SamplingParams(n=64 // len(prompts), max_tokens=48, seed=i, ignore_eos=True) for i in range(len(prompts))]
-    generate(llm, prompts, params)
+    def params(seed):
+        n = 64 // len(prompts)
+        return [SamplingParams(n=n, max_tokens=48, seed=100 * seed + i, ignore_eos=True) for i in range(len(prompts))]
+
+    generate(llm, prompts, params(0))
     for name in ("begin_step", "draft", "finish"):
         setattr(speculator, name, timed(getattr(speculator, name)))
     before = llm.stats()
-    generate(llm, prompts, params)
+    generate(llm, prompts, params(seed))
     after = llm.stats()
     seconds = after.step_seconds - before.step_seconds
     steps = after.steps - before.steps
@@ -147,37 +166,53 @@ def main() -> None:
     if args.plot:
         plot(plain, questions, settings, args.plot)
         return
-    drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})
     if args.driver:
-        print(f"drafting takes {driver_share(drafting, questions):.2%} of a step of 64 sequences")
+        for method, seed in (("suffix", 0), ("suffix", 1), ("ngram", 1)):
+            llm = LLM("smollm2", **settings, speculative_config={"method": method})
+            share = driver_share(llm, questions, seed)
+            print(
+                f"{method}, {'new' if seed else 'known'} sequences: {share:.2%} of a step of 64 sequences", flush=True
+            )
+            llm.close()
         return
-    compare(plain, drafting, questions, args.tokens)
+    drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})
+    compare(plain, drafting, LLM("smollm2", **settings), questions, args.tokens)
 
 
-def compare(plain: LLM, drafting: LLM, questions: list, tokens: int) -> None:
-    """Run each workload on both engines, which begin in turn; of several rounds the median ratio is printed."""
+def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) -> None:
+    """Run each workload on two engines, which begin in turn; of several rounds the median ratio is printed.
+
+    twin: an engine without drafts, too, whose ratio shows what the machine's noise is.
+    """
     streams = [[copy(number)] for number in range(ROUNDS)]
-    adverse = [noise(number) for number in range(ROUNDS)]
+    edits = [[edit(number)] for number in range(ROUNDS)]
+    adverse = [noise(number) for number in range(CLOSE_ROUNDS)]
+    control = [noise(number) for number in range(CLOSE_ROUNDS, 2 * CLOSE_ROUNDS)]
     workloads = (  # in this order: later ones find the rollouts of earlier ones
         ("new prompts, T=1", [questions], 1.0, 1, 2),
         ("the same seeds again, T=1", [questions], 1.0, 1, 2),
-        ("other seeds, T=1", [questions], 1.0, 2, 2),
-        ("other seeds, T=0.6", [questions], 0.6, 3, 2),
+        ("other seeds, T=1", [questions] * ROUNDS, 1.0, 2, 2),
+        ("other seeds, T=0.6", [questions] * ROUNDS, 0.6, 3, 2),
         ("one greedy stream that copies", streams, 0.0, 4, 1),
+        ("one greedy stream that edits JSON", edits, 0.0, 4, 1),
         ("nothing repeats, T=1.5", adverse, 1.5, 5, 2),
+        ("such prompts, without drafts twice", control, 1.5, 5, 2),
     )
-    for llm in (plain, drafting):
+    for llm in (plain, drafting, twin):
         generate(llm, noise(-1), [SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)] * 2)
     print("| workload | rounds | steps | with drafts | seconds | with drafts | ratio |\n|---|---|---|---|---|---|---|")
-    for name, rounds, temperature, seed, n in workloads:
+    for place, (name, rounds, temperature, seed, n) in enumerate(workloads):
+        other = twin if rounds is control else drafting
         found = []
         for number, prompts in enumerate(rounds):
             params = [
-                SamplingParams(n=n, temperature=temperature, max_tokens=tokens, seed=100 * seed + i, ignore_eos=True)
+                SamplingParams(
+                    n=n, temperature=temperature, max_tokens=tokens, seed=1000 * seed + 10 * number + i, ignore_eos=True
+                )
                 for i in range(len(prompts))
             ]
-            order = [drafting, plain] if number % 2 else [plain, drafting]
-            results = {llm is drafting: generate(llm, prompts, params) for llm in order}
+            order = [other, plain] if (place + number) % 2 else [plain, other]
+            results = {llm is other: generate(llm, prompts, params) for llm in order}
             assert results[True][0] == results[False][0], "a draft changed a bit"
             found.append((*results[False][1:], *results[True][1:]))
         steps, seconds, fewer, less = (sum(column) / len(found) for column in zip(*found, strict=True))
