@@ -99,6 +99,8 @@ def selective_log_softmax(logits: Tensor, ids: Tensor, sampling_params: Sampling
         raise ValueError(f"a token id is out of range; the vocabulary has {logits.shape[-1]} entries")
     if params.min_tokens:
         raise ValueError("min_tokens counts tokens of the completion, which logits don't show; use token_logprobs")
+    if params.structured_outputs is not None:
+        raise ValueError("structured_outputs depends on the whole completion; use token_logprobs, with the tokenizer")
     rows = ops.RowParams.repeat(ids.numel(), params.temperature, params.top_k, params.top_p, params.min_p)
     flat = ids.reshape(-1).to(logits.device)
     return ops.logit_logprobs(logits.reshape(len(flat), -1), flat, rows).logprob.view(ids.shape)

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from samebits import SamplingParams
+from samebits.engine import StructuredOutputsParams
 from samebits.model import exact_model
 from samebits.model.adapter import is_adapted
 from samebits.trainer import selective_log_softmax, token_logprobs
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (1, 45, 33, 60)
 SEQUENCES = [prompt_of(length, length) for length in LENGTHS]
+DIGITS = StructuredOutputsParams(regex="[0-9]+")
 
 
 MODELS = [  # family, dtype, and whether PEFT is around it
@@ -209,8 +211,9 @@ def test_a_token_outside_the_filter_has_no_gradient(model):
         ({"ids": torch.zeros(1, 3, dtype=torch.long)}, r"ids \[1, 3\] don't fit logits \[1, 2, 9\]"),
         ({"ids": torch.full((1, 2), 9)}, "a token id is out of range"),
         ({"sampling_params": SamplingParams(min_tokens=2)}, "min_tokens.*use token_logprobs"),
+        ({"sampling_params": SamplingParams(structured_outputs=DIGITS)}, "structured_outputs.*use token_logprobs"),
     ],
-    ids=["dtype", "shape", "range", "min_tokens"],
+    ids=["dtype", "shape", "range", "min_tokens", "structured_outputs"],
 )
 def test_log_softmax_refuses_what_it_would_misread(change, message):
     given = {"logits": torch.zeros(1, 2, 9), "ids": torch.zeros(1, 2, dtype=torch.long)} | change
