@@ -21,7 +21,7 @@ SUPPORTED = "verl>=0.9.1,<0.10"
 
 
 def register() -> None:
-    """Enter samebits into verl's registries. ImportError, naming the versions that will do, where verl lacks a hook.
+    """Enter samebits into verl's registries. ImportError, naming what will do, for a missing package or hook of verl.
 
     Runs with other engines wait for little of this: the rollouts' side is imported when verl asks for it, the trainer's
     side, which loads all of verl's FSDP code, where VERL_ENGINE_VENDOR or VERL_PLATFORM does.
@@ -40,6 +40,8 @@ def register() -> None:
         import verl
 
         problem = f"this verl is {verl.__version__}, samebits.integrations.verl needs {SUPPORTED}: {error}"
+        if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] != "verl":
+            problem = f"{error}: pip install 'samebits[verl]'"
         logger.warning("%s", problem)  # verl keeps what plug-ins raise to itself
         raise ImportError(problem) from error
 

@@ -149,8 +149,7 @@ class Server:
         The seed is a hash of the configured one, the step and the request: a request that is sent again draws the
         same tokens, from whichever replica. ValueError for images, videos and parameters that aren't exact.
         """
-        given = [name for name, value in others.items() if value]
-        if given:
+        if given := [name for name, value in others.items() if value]:
             raise ValueError(f"{', '.join(given)}: samebits generates from token ids alone")
         await self.start()
         await self.open.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,8 +80,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
 
         Only responses are scored where the batch tells them apart; other places hold 0.
         """
-        unsupported = [name for name in UNSUPPORTED_OUTPUTS if tu.get_non_tensor_data(micro_batch, name, False)]
-        if unsupported:
+        if unsupported := [name for name in UNSUPPORTED_OUTPUTS if tu.get_non_tensor_data(micro_batch, name, False)]:
             raise ValueError(f"{', '.join(unsupported)}: not offered by samebits' engine")
         micro_batch = micro_batch.to(get_device_id())
         ids = micro_batch["input_ids"]
@@ -106,11 +106,15 @@ def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor]) -> int:
     """Raise NumericsError unless rollouts that were sampled under the trainer's weights have these log-probs, as bits.
 
     values: per sequence fp32 [len], at each token's own place. Only tokens of the response mask are compared, of
-    rollouts whose every token is of the step that the trainer holds. Returns how many those are.
+    rollouts whose every token is of the step that the trainer holds. Returns how many those are. Warns, once, of a
+    batch that lacks what a comparison needs.
     """
     steps = ServerAdapter.trained_steps
     needed = ("rollout_log_probs", "responses", "response_mask", "extra_fields")
-    if steps is None or any(name not in micro_batch for name in needed):
+    if steps is None:
+        return 0
+    if missing := [name for name in needed if name not in micro_batch]:
+        warnings.warn(f"rollouts are not compared: the batch has no {', '.join(missing)}", stacklevel=2)
         return 0
     rollouts, responses, masks = (micro_batch[name].unbind() for name in needed[:3])
     uids = micro_batch["uid"] if "uid" in micro_batch else ["unknown"] * len(responses)

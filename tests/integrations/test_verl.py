@@ -8,6 +8,7 @@ import json
 import os
 import time
 import types
+import warnings
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_a_verl_without_a_hook_is_told_by_its_version(monkeypatch):
         ImportError, match=r"this verl is 0\.9\.\S+, .* needs verl>=0\.9\.1,<0\.10: .*_ROLLOUT_REGISTRY"
     ):
         plugin.register()
+
+
+@pytest.mark.parametrize(("missing", "told"), [("transfer_queue", True), ("verl.trainer.ppo.v1", False)])
+def test_a_package_that_is_not_there_is_no_fault_of_verls(monkeypatch, missing, told):
+    def fail(*_):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(RolloutReplicaRegistry, "register", fail)
+    with pytest.raises(ImportError) as error:
+        plugin.register()
+    assert ("pip install 'samebits[verl]'" in str(error.value)) == told == ("this verl is" not in str(error.value))
+    assert missing in str(error.value)
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -206,6 +219,18 @@ def test_rollouts_of_other_weights_are_not_compared(trainer, steps):
     batch = micro_batch(trainer.module)
     batch["rollout_log_probs"].values().fill_(-1.0)
     trainer.forward_step(batch, None, True)
+
+
+@pytest.mark.parametrize("missing", ["rollout_log_probs", "extra_fields"])
+def test_a_batch_that_cannot_be_compared_is_told_of(trainer, missing):
+    batch = micro_batch(trainer.module)
+    del batch[missing]
+    with pytest.warns(UserWarning, match=f"not compared: the batch has no {missing}"):
+        trainer.forward_step(batch, None, True)
+    rollout.ServerAdapter.trained_steps = None  # the weights have moved on: there is nothing to compare
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.forward_step(batch, None, True)
 
 
 def test_outputs_that_are_not_offered_and_several_temperatures_are_refused(trainer):
