@@ -263,23 +263,26 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
     model: from `samebits.trainer.exact_model`, before or after TRL's own head. The call takes input_ids, attention_mask
     and labels int64 [B, T], -100 where nothing is scored, and returns log-probs and entropies fp32 [B, T - 1] of the
     distribution that `params` name, 0 where the label is -100. A token outside its filters has -60 and no gradient.
+    With output_router_logits=True the output has the load-balancing loss of a mixture of experts, too, as aux_loss.
     """
     exact_head(model)
     plain = model.forward
 
-    def score(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **kwargs) -> FusedCausalLMOutput:
+    def score(input_ids, labels, attention_mask=None, output_router_logits=False, **kwargs) -> FusedCausalLMOutput:
         if more := [name for name, value in kwargs.items() if value is not None]:
             raise NotImplementedError(f"an exact model takes text alone, without {', '.join(more)}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         scored = (labels != -100) & mask.bool()
         before = (mask.bool() & (scored.cumsum(1) == 0)).sum(1).clamp(min=1)
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, *router_loss = token_logprobs(
             model, input_ids, params, attention_mask=mask, prompt_lens=before.tolist(), return_entropy=True,
-            forward=plain,
+            return_router_loss=output_router_logits, forward=plain,
         )  # fmt: skip
         logprobs = logprobs.masked_fill(logprobs == -torch.inf, OUTSIDE) * scored
         # TRL's own output type: DistributedDataParallel looks for tensors in it.
-        return FusedCausalLMOutput(log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:])
+        return FusedCausalLMOutput(
+            log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:], aux_loss=next(iter(router_loss), None)
+        )
 
     @functools.wraps(plain)
     def forward(*args, fused_lm_head: bool = False, **kwargs):

@@ -36,7 +36,8 @@ from samebits.trainer import exact_model
 
 from helpers import trl_run
 from helpers.engines import BLOCK
-from helpers.serving import Serving, free_port, served_checkpoint
+from helpers.moe import save_tiny_moe
+from helpers.serving import Serving, add_tokenizer, free_port, served_checkpoint
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -106,6 +107,21 @@ def test_every_ratio_that_trl_logs_is_one(path, tmp_path, kind, name):
     if name == "two iterations":  # the policy's own ratio is 1 until the update between them
         clipped = [entry["clip_ratio/region_mean"] for entry in result["logs"]]
         assert (clipped[0], clipped[2]) == (0.0, 0.0) and clipped[1] > 0
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_is_exact_with_trls_auxiliary_loss(tmp_path, kind):
+    path = save_tiny_moe(tmp_path / "model", "qwen3_moe", vocab_size=300)
+    add_tokenizer(path, vocab_size=300)
+    plain = trl_run.run(kind, path, tmp_path)
+    assert trl_run.ratios(plain) == {1.0}
+    assert all(entry["aux_loss"] > 1.9 for entry in plain["logs"])  # k at least, of evenly busy experts
+    heavy = trl_run.run(kind, path, tmp_path, max_steps=1, router_aux_loss_coef=1.0)
+    (found,), first = heavy["logs"], plain["logs"][0]
+    assert found["aux_loss"] == first["aux_loss"]
+    coefficient = 1.0 - 0.001  # less that of config.json
+    assert found["loss"] - first["loss"] == pytest.approx(coefficient * first["aux_loss"], abs=1e-3)
+    assert found["grad_norm"] != first["grad_norm"]
 
 
 @contextmanager
