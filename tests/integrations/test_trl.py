@@ -61,21 +61,22 @@ def path(checkpoint, tmp_path_factory):
 
 FILTERS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
 HALF = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+TOKEN_RATIOS = {"vllm_importance_sampling_mode": "token_truncate"}  # TRL's default are those of whole sequences
 ADAPTER = {"adapter": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, "learning_rate": 0.05}
 RUNS = {
     "float32": {},
-    "bfloat16, recomputed activations": HALF | {"gradient_checkpointing": True},
+    "bfloat16, recomputed activations": HALF | TOKEN_RATIOS | {"gradient_checkpointing": True},
     "autocast": {"bf16": True},
     "filters": FILTERS,
-    "min_p": {"min_p": 0.05, "temperature": 0.8},
+    "min_p": TOKEN_RATIOS | {"min_p": 0.05, "temperature": 0.8},
     "KL": {"beta": 0.1},
     "KL and filters": FILTERS | {"beta": 0.1},
-    "two iterations": {"num_iterations": 2, "max_steps": 4},
+    "two iterations": {"num_iterations": 2, "max_steps": 4, "epsilon": 0.0},
     "two iterations with filters": FILTERS | {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.03},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 4},
     "truncated completions masked": {"mask_truncated_completions": True},
     "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
-    "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "CISPO": TOKEN_RATIOS | {"loss_type": "cispo", "epsilon_high": 5.0},
     "adapter": ADAPTER,
     "adapter in bfloat16, KL": HALF | ADAPTER | {"beta": 0.1},
     "sampling keywords": {"generation_kwargs": {"min_tokens": 3, "stop_token_ids": [7, 9]}},
@@ -97,14 +98,15 @@ def test_every_ratio_that_trl_logs_is_one(path, tmp_path, kind, name):
     assert trl_run.ratios(result) == {1.0}
     assert len(result["logs"]) == RUNS[name].get("max_steps", 3)
     for entry in result["logs"]:
-        assert entry.get("sampling/sampling_logp_difference/max", 0.0) == 0.0
+        if kind == "grpo" and "sampling/importance_sampling_ratio/min" in entry:  # a step that generated
+            assert entry["sampling/sampling_logp_difference/max"] == 0.0
         assert torch.isfinite(torch.tensor([entry["loss"], entry["grad_norm"], entry["entropy"]])).all()
     if "KL" in name:
         kl = [entry["kl"] for entry in result["logs"]]
         assert all(torch.isfinite(torch.tensor(kl)))
         assert kl[0] == 0.0 or "filters" in name  # the reference is the policy's start, without filters
         assert kl[-1] != kl[0]
-    if name == "two iterations":  # the policy's own ratio is 1 until the update between them
+    if name == "two iterations":  # the policy's own ratio is 1, which epsilon=0 leaves, until the update between
         clipped = [entry["clip_ratio/region_mean"] for entry in result["logs"]]
         assert (clipped[0], clipped[2]) == (0.0, 0.0) and clipped[1] > 0
 
@@ -165,12 +167,13 @@ def test_a_reward_curve_and_the_weights_repeat_as_bits(path, tmp_path):
 
 
 def curve(result):
-    return [(entry["reward"], entry["loss"], entry["entropy"]) for entry in result["logs"]]
+    return [(entry.get("reward"), entry["loss"], entry["entropy"]) for entry in result["logs"]]  # rewarded when sampled
 
 
+@pytest.mark.parametrize("updates", [1, 2])  # per rollout: the checkpoint is after the last
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_a_run_that_is_resumed_goes_on_as_bits(path, tmp_path, kind):
-    options = {"max_steps": 4, "beta": 0.05, "save_strategy": "steps", "save_steps": 2}
+def test_a_run_that_is_resumed_goes_on_as_bits(path, tmp_path, kind, updates):
+    options = {"max_steps": 4, "beta": 0.05, "save_strategy": "steps", "save_steps": 2, "num_iterations": updates}
     whole = trl_run.run(kind, path, tmp_path, **options)
     assert (tmp_path / "checkpoint-2").is_dir()
     resumed = trl_run.run(kind, path, tmp_path / "again", resume=str(tmp_path / "checkpoint-2"), **options)
@@ -331,7 +334,7 @@ def test_a_version_of_trl_without_the_hooks_is_named(path, tmp_path, monkeypatch
 # --- tools, rollout_func, other parts ---
 
 
-@pytest.mark.parametrize("options", [{}, FILTERS, FILTERS | {"beta": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, FILTERS | TOKEN_RATIOS, FILTERS | {"beta": 0.1}], ids=str)
 def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TOOLS
@@ -574,12 +577,12 @@ SHARED = {
 }
 
 
-def run_in(world: str, tmp_path: pathlib.Path, kind: str, path, **options) -> dict:
+def run_in(world: str, tmp_path: pathlib.Path, kind: str, path, accelerate: dict | None = None, **options) -> dict:
     """Train in one process, or in one of WORLDS: each rank has whole groups, and they sample what one process does."""
     if world == ALONE:
         return trl_run.run(kind, path, tmp_path, **options)
     job = {"kind": kind, "path": str(path), "folder": str(tmp_path / "out"), "fsdp": world == "FSDP2"}
-    return torchrun(2, tmp_path, WORLDS[world], **job, per_device_train_batch_size=4, **options)
+    return torchrun(2, tmp_path, WORLDS[world] | (accelerate or {}), **job, per_device_train_batch_size=4, **options)
 
 
 @pytest.mark.slow
@@ -592,6 +595,14 @@ def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, worl
     if not options.get("bf16"):
         alone = trl_run.run(kind, path, tmp_path, **options)
         assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_one_rank_may_read_the_weights_for_both(path, tmp_path):
+    result = run_in("FSDP2", tmp_path, "grpo", path, accelerate={"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+    assert trl_run.ratios(result) == {1.0}
+    alone = trl_run.run("grpo", path, tmp_path)
+    assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
 
 
 @pytest.mark.slow
