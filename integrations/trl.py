@@ -16,12 +16,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import trl
 from packaging.version import Version
 from torch import Tensor, nn
@@ -44,16 +43,18 @@ from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402 - older versions
 logger = logging.getLogger(__name__)
 
 Source = dict | LLM | Engine | str  # of rollouts
+HOOKS = ("create_model_from_path", "add_fused_lm_head", "VLLMGeneration")  # names in the module of a trainer of TRL
 OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
 REFUSED = {  # options that must keep their defaults, and what to do
     "quantization_config": "quantised weights have other bits than the rollouts'; leave it out",
     "use_liger_kernel": "it replaces exact ops; leave it out",
     "cast_lm_head_to_fp32": "logits are float32 without it; leave it out",
     "torch_compile": "it rewrites what stands between exact ops; leave it out",
-    "structured_outputs_regex": "give token_logprobs the grammar in a loop of your own",
+    "neftune_noise_alpha": "embeddings with noise are not the rollouts'; leave it out",
     "vllm_structured_outputs_regex": "give token_logprobs the grammar in a loop of your own",
     "use_transformers_continuous_batching": "samebits generates; leave it out",
     "deepspeed": "shard with FSDP2",
+    "parallelism_config": "each rank runs whole sequences through whole layers; shard with FSDP2",
     "repetition_penalty": "the engine has no penalties",
     "vllm_enable_sleep_mode": "call trainer.vllm_generation.engine.sleep() where memory is short",
     "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
@@ -61,7 +62,8 @@ REFUSED = {  # options that must keep their defaults, and what to do
     "vllm_gpu_memory_utilization": "give engine={'kv_cache_memory_bytes': n}",
     "vllm_model_impl": "models are those of samebits.trainer.exact_model",
 }
-OURS = ("n", "seed", "max_tokens", "raw_logprobs", "prompt_logprobs", "output_kind")  # what generation_kwargs can't set
+# What generation_kwargs can't set.
+OURS = ("n", "seed", "max_tokens", "raw_logprobs", "prompt_logprobs", "output_kind", "structured_outputs")
 
 
 class ExactTrainer:
@@ -71,8 +73,8 @@ class ExactTrainer:
     checkpoint. By default an `LLM` of the model's dtype and device. check: compare each rollout with the trainer's
     log-probs, as bits, before the optimizer moves; a difference is a NumericsError, on every rank. All else is TRL's,
     `peft_config` too: an adapter is exact as it is, and the engine gets the adapter alone.
-    Raises ValueError or UnsupportedModelError for what would break the promise, NumericsError where engine and model
-    differ.
+    Raises ImportError for a trainer of TRL without the hooks, ValueError or UnsupportedModelError for what would break
+    the promise, NumericsError where engine and model differ.
     """
 
     accelerator: Any
@@ -83,6 +85,7 @@ class ExactTrainer:
     ):
         if args is None:
             raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
+        module = _hooked_module(type(self))
         _refuse(args, model, kwargs, check)
         if engine is None and args.use_vllm and args.vllm_mode == "server":
             engine = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
@@ -90,7 +93,7 @@ class ExactTrainer:
         own.use_vllm = True
         own.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
         self.check = check
-        with _exact_parts(self, own, engine or {}):
+        with patch.multiple(module, **_exact_parts(self, own, engine or {})):
             super().__init__(model, reward_funcs, own, *others, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
@@ -110,7 +113,7 @@ class ExactTrainer:
             group, sample = divmod(self.vllm_generation.first_row + row, size)
             return f"token {token} of sample {sample} of group {group}"
 
-        with together() if dist.is_initialized() else nullcontext():
+        with together() if torch.distributed.is_initialized() else nullcontext():
             check_same_bits(sampled, scored, mask, name)
 
 
@@ -150,6 +153,17 @@ class ExactRLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 # --- what TRL gets in place of its own --------------------------------------------------------------------------------
 
 
+def _hooked_module(kind: type) -> ModuleType:
+    """Return the module of TRL's trainer under this class. ImportError where it has not the names that become ours."""
+    for module in (sys.modules[base.__module__] for base in kind.__mro__):
+        if vars(module).keys() >= {*HOOKS}:
+            return module
+    raise ImportError(
+        f"no trainer under {kind.__name__} has the hooks {', '.join(HOOKS)}: GRPOTrainer and RLOOTrainer of TRL "
+        f"{OLDEST} to {TESTED} have; this is TRL {trl.__version__}"
+    )
+
+
 def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
     """Raise ValueError or UnsupportedModelError, with the option's name, for what would break the promise."""
     defaults = {field.name: field.default for field in fields(config)}
@@ -164,16 +178,12 @@ def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
     params = _sampling_params(config)
     if params.min_tokens and (given.get("tools") or given.get("environment_factory")):
         raise ValueError("generation_kwargs min_tokens counts each turn's tokens anew; leave it out with tools")
-    peft_config = given.get("peft_config")
-    if peft_config is not None:
+    if (peft_config := given.get("peft_config")) is not None:
         load_adapter_config(peft_config)
     if not config.beta or not (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
         return
     if peft_config is not None or (isinstance(model, nn.Module) and is_adapted(model)):
-        raise ValueError(
-            "top_p, top_k or min_p with beta > 0 needs a reference model of its own, and an adapter has its base for "
-            "one: leave out the filters, beta or the adapter"
-        )
+        raise ValueError("top_p, top_k or min_p with beta > 0 needs a reference model of its own, without an adapter")
     if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations):
         raise ValueError(
             "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
@@ -192,8 +202,8 @@ def _sampling_params(config: Any) -> SamplingParams:
     return SamplingParams(**given | more)
 
 
-def _exact_parts(trainer: Any, config: Any, engine: Source) -> Any:
-    """Return what gives TRL's trainer module our parts in a `with` block. ImportError where it has not their names."""
+def _exact_parts(trainer: Any, config: Any, engine: Source) -> dict[str, Any]:
+    """Return our parts by the names of TRL's, HOOKS."""
     params = _sampling_params(config)
 
     def create(name: str, dtype: Any = None, **_: Any) -> PreTrainedModel:
@@ -207,36 +217,28 @@ def _exact_parts(trainer: Any, config: Any, engine: Source) -> Any:
     def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
         return ExactGeneration(trainer, make_llm(model, accelerator, engine, params), params)
 
-    parts: dict[str, Any] = dict(create_model_from_path=create, add_fused_lm_head=add_head, VLLMGeneration=generation)
-    modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__]
-    module = next((m for m in modules if parts.keys() <= vars(m).keys()), None)
-    if module is None:
-        raise ImportError(
-            f"no trainer under {type(trainer).__name__} has the hooks {', '.join(parts)}; those of TRL {OLDEST} to "
-            f"{TESTED} have, this is TRL {trl.__version__}"
-        )
-    return patch.multiple(module, **parts)
+    return dict(zip(HOOKS, (create, add_head, generation), strict=True))
 
 
 def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: SamplingParams) -> LLM:
     """Return the `LLM` that an exact trainer asks for rollouts, of the numerics that the model has when it is wrapped.
 
-    Raises NumericsError for an engine of other numerics, ValueError for a way of sharding that isn't FSDP2.
+    Raises NumericsError for an engine of other numerics, ValueError for settings of accelerate that change bits.
     """
     path, dtype = model.config._name_or_path, model.dtype
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ValueError("dynamo_backend: torch.compile rewrites what stands between exact ops; set it to no")
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision=fp8 has no exact products; use bf16 or no")
+    sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    if (sharded and not accelerator.is_fsdp2) or getattr(accelerator, "parallelism_config", None) is not None:
+        raise ValueError("FSDP1, DeepSpeed, Megatron-LM and parallelism_config are not exact; set fsdp_version to 2")
     mixed = accelerator.mixed_precision != "no"
-    if accelerator.distributed_type == "FSDP":
-        if not accelerator.is_fsdp2:
-            raise ValueError("fsdp: FSDP1 flattens parameters; set fsdp_version to 2")
-        if mixed:
-            plugin = accelerator.state.fsdp_plugin
-            dtype = plugin.mixed_precision_policy.param_dtype
-            # A layer's output is in its dtype as it is; log-probs must stay float32.
-            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+    if mixed and accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        dtype = plugin.mixed_precision_policy.param_dtype
+        # A layer's output is in its dtype as it is; log-probs must stay float32.
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
     elif mixed and dtype == torch.float32:
         logger.warning(
             "%s autocast doesn't reach exact ops: this model computes in float32. For 16 bits give "
@@ -319,13 +321,12 @@ class ExactGeneration:
         """
         if images is not None:
             raise NotImplementedError("an exact model takes text alone, no images")
-        trainer = self.trainer
-        place = ("train" if trainer.model.training else "eval", trainer.state.global_step)
+        place = ("train" if self.trainer.model.training else "eval", self.trainer.state.global_step)
         requests, params = [], []
         row = self.first_row
         for prompt, same in itertools.groupby(prompts):
             count = len(list(same))
-            seed = random.Random(f"{trainer.args.seed}/{place}/{self._calls[place]}/{row}").getrandbits(64)
+            seed = random.Random(f"{self.trainer.args.seed}/{place}/{self._calls[place]}/{row}").getrandbits(64)
             requests.append(list(prompt))
             params.append(replace(self.params, n=count, seed=seed))
             row += count
@@ -334,9 +335,7 @@ class ExactGeneration:
             outputs = self.engine.generate(requests, params, use_tqdm=False)
         samples = [completion for output in outputs for completion in output.completions]
         if failed := [s for s in samples if s.finish_reason not in ("stop", "length")]:
-            raise RuntimeError(
-                f"{len(failed)} rollouts ended early: {failed[0].finish_reason}, {failed[0].stop_reason}"
-            )
+            raise RuntimeError(f"{len(failed)} rollouts failed: {failed[0].finish_reason}, {failed[0].stop_reason}")
         self.logprobs = [s.logprobs for s in samples]
         logprobs = [[[value] for value in s.logprobs] for s in samples]
         return prompts, [s.token_ids for s in samples], logprobs, None

@@ -30,6 +30,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import samebits.integrations.trl as ours
 from samebits import LLM, NumericsError, SamplingParams
+from samebits.engine import StructuredOutputsParams
 from samebits.integrations import Client, RemoteEngine
 from samebits.integrations.trl import ExactGeneration, ExactTrainer, WeightTransfer, add_exact_head
 from samebits.trainer import exact_model
@@ -59,6 +60,7 @@ def path(checkpoint, tmp_path_factory):
 
 # --- the ratio is 1 ---
 
+DIGITS = StructuredOutputsParams(regex="[0-9]+")
 FILTERS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
 HALF = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
 TOKEN_RATIOS = {"vllm_importance_sampling_mode": "token_truncate"}  # TRL's default are those of whole sequences
@@ -236,6 +238,21 @@ def test_other_trainers_on_the_same_hooks_take_the_mixin(path, tmp_path):
         assert trl_run.ratios(trl_run.run("gmpo", path, tmp_path)) == {1.0}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experimental.sdpo.SDPO", "experimental.sdft.SDFT", "experimental.gold.GOLD", "experimental.iw_opd.IWOPD",
+        "trainer.Distillation",
+    ],
+)  # fmt: skip
+def test_trainers_of_trl_without_the_hooks_are_refused_by_name(path, name):
+    module, _, method = f"trl.{name}".rpartition(".")
+    trainer, config = (getattr(importlib.import_module(module), method + part) for part in ("Trainer", "Config"))
+    kind = type("Mine", (ExactTrainer, trainer), {})
+    with pytest.raises(ImportError, match=r"no trainer under Mine has .*add_fused_lm_head.*GRPOTrainer"):
+        kind(str(path), args=config(use_cpu=True, bf16=False))
+
+
 # --- a difference stops the run ---
 
 
@@ -289,6 +306,7 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
@@ -299,6 +317,7 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"model_init_kwargs": {"use_kernels": True}}, r"model_init_kwargs \['use_kernels'\]"),
         ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs \['presence_penalty'\]"),
         ({"generation_kwargs": {"seed": 1}}, r"generation_kwargs \['seed'\]"),
+        ({"generation_kwargs": {"structured_outputs": DIGITS}}, r"generation_kwargs \['structured_outputs'\]"),
         (FILTERS | {"beta": 0.1, "num_iterations": 2}, "beta > 0"),
         ({"generation_kwargs": {"min_tokens": 3}, "trainer": {"tools": [print]}}, "min_tokens"),
         ({"trainer": {"peft_config": LoraConfig(lora_dropout=0.1)}}, "lora_dropout"),
@@ -311,6 +330,44 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
 def test_what_would_break_the_promise_is_refused_by_name(path, tmp_path, options, message):
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         trl_run.make("grpo", path, tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "parallelism_config"])
+def test_other_ways_to_shard_are_refused_by_name(path, tmp_path, name):
+    kind, config = trl_run.configure("grpo", tmp_path)
+    setattr(config, name, "given")  # afterwards: as an argument it would have to be a real one
+    with pytest.raises(ValueError, match=f"{name}='given'.*FSDP2"):
+        kind(str(path), trl_run.sevens, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distributed_type": "FSDP"}, "FSDP1.*fsdp_version to 2"),
+        ({"distributed_type": "DEEPSPEED"}, "DeepSpeed"),
+        ({"parallelism_config": "TP"}, "parallelism_config"),
+        ({"mixed_precision": "fp8"}, "mixed_precision=fp8"),
+        ({"backend": "INDUCTOR"}, "dynamo_backend"),
+    ],
+    ids=str,
+)
+def test_settings_of_accelerate_that_change_bits_are_refused(path, settings, message):
+    usual = {"distributed_type": "NO", "parallelism_config": None, "mixed_precision": "no", "backend": "NO"}
+    chosen = usual | settings
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=SimpleNamespace(value=chosen.pop("backend"))))
+    accelerator = SimpleNamespace(**chosen, state=state, is_fsdp2=False, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        ours.make_llm(exact_model(path), accelerator, trl_run.ENGINE, SamplingParams())
+
+
+def test_images_are_refused_on_both_sides(path):
+    model = exact_model(path)
+    with pytest.raises(NotImplementedError, match="images"):
+        ExactGeneration(None, None, SamplingParams()).generate([[3]], [object()], 1)
+    add_exact_head(model, SamplingParams())
+    ids = torch.tensor([[3, 4]])
+    with pytest.raises(NotImplementedError, match="pixel_values"):
+        model(input_ids=ids, labels=ids, pixel_values=torch.ones(1, 3, 8, 8), fused_lm_head=True)
 
 
 def test_autocast_that_reaches_no_op_is_said(path, tmp_path, caplog):
