@@ -98,6 +98,7 @@ def main() -> None:
         num_generations=8, max_completion_length=10, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0,
         model_init_kwargs={"dtype": "bfloat16"}, logging_steps=1, save_strategy="no", report_to="none",
         use_cpu=not torch.cuda.is_available(),
+        vllm_importance_sampling_mode="token_truncate",  # logs the ratios of tokens, not of whole sequences
     )  # fmt: skip
     trainer = (ComparedTrainer if options.figure else ExactGRPOTrainer)(
         model=str(make_start(options.folder)),
