@@ -273,8 +273,12 @@ class SuffixDrafter:
     def _keep(self, key: bytes, random_key: Hashable, rollout: array) -> None:
         rollouts = self._history.setdefault(key, deque())
         self._history.move_to_end(key)
-        if any(same == random_key and kept[: len(rollout)] == rollout for same, kept in rollouts):
-            return  # one that ended early, say, and tells nothing new
+        for place, (same, kept) in enumerate(rollouts):
+            if same == random_key and kept[: len(rollout)] == rollout:  # nothing new; it may have ended early
+                del rollouts[place]
+                self._history_tokens -= len(kept) + ROLLOUT_TOKENS
+                rollout = kept
+                break
         rollouts.append((random_key, rollout))
         self._history_tokens += len(rollout) + ROLLOUT_TOKENS
         while len(rollouts) > self.window:

@@ -209,6 +209,10 @@ def test_rollouts_without_a_draft_are_kept_and_those_that_ended_early_replace_no
     drafter.finish(sequence(0, [5], [6, 7, 8], key=1))
     drafter.finish(sequence(1, [5], [6, 7], key=1))
     assert drafter.propose(sequence(2, [5], [6, 7], key=1), 3)[0] == [8]
+    for number, tokens in enumerate(([6, 9], [6, 7, 8]), 3):
+        drafter.finish(sequence(number, [5], tokens, key=1))
+    assert drafter.propose(sequence(5, [5], [6], key=1), 3)[0] == [7, 8], "what came last, though it was known before"
+    assert len(drafter._history.popitem()[1]) == 2
 
 
 def speculator(seconds, draft, **config):
