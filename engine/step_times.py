@@ -15,7 +15,7 @@ from .sampling_params import SamplingParams
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROUNDS = 5
-SECONDS = 2.0  # after which no further round begins
+SECONDS = 2.0  # after the first round, in which kernels may compile: then no third or later one begins
 
 
 def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) -> Callable[[int], float]:
@@ -25,9 +25,9 @@ def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) 
     Between the measured numbers it is linear, beyond them it rises as from the first to the last, and it never falls.
     """
     rows = [n for n in ROWS if n <= num_blocks] or [1]
+    rounds = [[_seconds(executor, planner, n) for n in rows]]
     begin = time.perf_counter()
-    rounds: list[list[float]] = []
-    while not rounds or (len(rounds) < ROUNDS and time.perf_counter() - begin < SECONDS):
+    while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begin < SECONDS):
         rounds.append([_seconds(executor, planner, n) for n in rows])
     seconds = np.maximum.accumulate(np.min(rounds, axis=0))
     slope = float(seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])

@@ -232,7 +232,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         raise ValueError("mixed_precision=fp8 has no exact products; use bf16 or no")
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     if (sharded and not accelerator.is_fsdp2) or getattr(accelerator, "parallelism_config", None) is not None:
-        raise ValueError("FSDP1, DeepSpeed, Megatron-LM and parallelism_config are not exact; set fsdp_version to 2")
+        raise ValueError("FSDP1, DeepSpeed, Megatron-LM and parallelism_config are not exact; use DDP, or FSDP2 alone")
     mixed = accelerator.mixed_precision != "no"
     if mixed and accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin

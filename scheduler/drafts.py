@@ -86,11 +86,11 @@ class CallableDrafter:
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return the function's tokens up to the first that is no token id."""
         start = time.perf_counter()
+        given: list[Any] = []
         try:
-            given = [*islice(self.function(list(seq.token_ids)), limit)]
+            given += islice(self.function(list(seq.token_ids)), limit)
         except Exception as error:
             self._warn(f"the drafter failed, and drafts nothing then: {type(error).__name__}: {error}")
-            return [], []
         weight = 0.2 if self.seconds else 1.0
         self.seconds += weight * (time.perf_counter() - start - self.seconds)
         tokens: list[int] = []
@@ -184,7 +184,7 @@ class Speculator:
         return record.draft
 
     def pays_to_wait(self, seq: Sequence) -> bool:
-        """True if a draft promises the token, at least, that a step without waiting would give."""
+        """True if a draft promises the token, at least, that a step without waiting would give, or for a probe."""
         return self._record(seq).promised >= 1.0 or seq.num_tokens % PROBE_EVERY == 0
 
     def _record(self, seq: Sequence) -> Record:
@@ -229,7 +229,7 @@ class Speculator:
 def _most_gain(chances: list[float], costs: list[float]) -> tuple[int, float]:
     """Return the length of a draft that gains most after its costs, 0 if none gains, and the tokens expected of it.
 
-    chances: of each token, if those before it come. costs: of drafts of 1, 2, ... tokens, no fewer.
+    chances: of each token, if those before it come. costs: of drafts of 1, 2, ... tokens, at least as many.
     """
     best = 0
     gain = 0.0

@@ -30,8 +30,8 @@ class SchedulerStats:
 class Batch:
     """The sequences of one step, which computes `num_scheduled_tokens` of each from its `num_cached_tokens` on.
 
-    tokens_left, sequences_left: how many more it may have. split: a sequence got less than it wants. drafting: those
-    whose last token it computes, and that may draft.
+    tokens_left, sequences_left: how many more it may have. split: a sequence got less than it wants. drafting: the
+    sequences whose last known token it computes, and that may draft.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -240,9 +240,7 @@ class Scheduler:
         for seq in sorted(batch.drafting, key=lambda seq: seq.num_completion_tokens - seq.max_tokens):
             blocks = len(seq.block_table) + self.blocks.num_free
             room = min(batch.tokens_left // seq.token_cost, blocks * self.blocks.block_size - seq.num_tokens)
-            if room < 1:
-                continue
-            draft = speculator.draft(seq, room)
+            draft = speculator.draft(seq, max(0, room))  # without room, too: it waits for drafts no longer then
             if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):
                 seq.draft = draft
                 seq.num_scheduled_tokens += len(draft)

@@ -16,8 +16,8 @@ from .sequence import Sequence
 
 MAX_PLACES = 16  # of one run that are followed, the newest
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
-MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each
-ROLLOUT_TOKENS = 300  # as many as fit into what is kept of a rollout and its prompt besides
+MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each, with ROLLOUT_TOKENS for each rollout
+ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of a rollout and its prompt
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
 MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
@@ -205,23 +205,22 @@ class SuffixDrafter:
     def finish(self, seq: Sequence) -> None:
         """Keep a sequence's completion for later rollouts of its prompt, and forget the rest."""
         cursor = self._cursors.pop(seq.seq_id, None)
-        if cursor is None:  # it never drafted
-            cursor = self._enter(seq)
-        group = cursor.group
-        group.live -= 1
-        group.ended += 1
-        over = group.live == 0 or group.ended > 2 * self.window  # later sequences start with what is kept
-        if over and self._groups.get(cursor.key) is group:
-            del self._groups[cursor.key]
-        rollout = array("i", seq.completion_token_ids)
-        if self.shared and rollout:
-            self._keep(cursor.key, seq.random_key, rollout)
-            cursor.pool.add(rollout)
+        if cursor is not None:
+            group = cursor.group
+            group.live -= 1
+            group.ended += 1
+            over = group.live == 0 or group.ended > 2 * self.window  # later sequences start with what is kept
+            if over and self._groups.get(cursor.key) is group:
+                del self._groups[cursor.key]
+        if self.shared and seq.num_completion_tokens:
+            rollout = array("i", seq.completion_token_ids)
+            self._keep(_key(seq) if cursor is None else cursor.key, seq.random_key, rollout)
+            self._pool(seq.cache_salt).add(rollout)
 
     def _enter(self, seq: Sequence) -> Cursor:
         """Begin to follow a sequence, by itself or in its prompt's group."""
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        key = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16, key=seq.cache_salt).digest()
+        key = _key(seq)
         group = self._groups.get(key)
         tail = prompt[-self.lengths[-1] :]
         if group is None:
@@ -286,6 +285,12 @@ class SuffixDrafter:
         while self._history_tokens > MAX_HISTORY:
             _, oldest = self._history.popitem(last=False)
             self._history_tokens -= sum(len(tokens) + ROLLOUT_TOKENS for _, tokens in oldest)
+
+
+def _key(seq: Sequence) -> bytes:
+    """Return the name of the sequence's prompt among those of all salts."""
+    prompt = array("q", seq.token_ids[: seq.num_prompt_tokens])
+    return hashlib.blake2b(prompt.tobytes(), digest_size=16, key=seq.cache_salt).digest()
 
 
 def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float]]:

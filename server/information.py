@@ -87,14 +87,15 @@ class Metrics:
         for family, name, text, value in rows:
             yield family(f"samebits_{name}", text, float(value))
         method = (self.service.llm.config.speculative_config or {"method": "none"})["method"]
+        method = method if isinstance(method, str) else "callable"
         for name, text, label, counts in (
             ("samples_finished", "Samples by finish reason", "reason", engine.finished),
             ("draft_tokens", "Tokens drafted", "method", {method: load.draft_tokens}),
             ("accepted_tokens", "Drafted tokens that were sampled", "method", {method: load.accepted_tokens}),
         ):
             labelled = CounterMetricFamily(f"samebits_{name}", text, labels=[label])
-            for value, count in sorted(counts.items()):
-                labelled.add_metric([str(value)], count)
+            for kind, count in sorted(counts.items()):
+                labelled.add_metric([kind], count)
             yield labelled
         labels = {"version": self.service.updates.label, "contract": str(self.service.contract_hash)}
         yield InfoMetricFamily("samebits_weights", "The weights in force, by the client's name", labels)

@@ -21,7 +21,7 @@ SUPPORTED = "verl>=0.9.1,<0.10"
 
 
 def register() -> None:
-    """Enter samebits into verl's registries. ImportError, naming what will do, for a missing package or hook of verl.
+    """Enter samebits into verl's registries. Raises ImportError, saying what to install, where one is missing.
 
     Runs with other engines wait for little of this: the rollouts' side is imported when verl asks for it, the trainer's
     side, which loads all of verl's FSDP code, where VERL_ENGINE_VENDOR or VERL_PLATFORM does.

@@ -343,7 +343,7 @@ def test_other_ways_to_shard_are_refused_by_name(path, tmp_path, name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"distributed_type": "FSDP"}, "FSDP1.*fsdp_version to 2"),
+        ({"distributed_type": "FSDP"}, "FSDP1.*FSDP2 alone"),
         ({"distributed_type": "DEEPSPEED"}, "DeepSpeed"),
         ({"parallelism_config": "TP"}, "parallelism_config"),
         ({"mixed_precision": "fp8"}, "mixed_precision=fp8"),
