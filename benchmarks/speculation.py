@@ -45,9 +45,7 @@ def copy(number: int) -> str:
 def edit(number: int) -> str:
     """Return a prompt whose answer is a JSON document with one more field."""
     rng = random.Random(number)
-    people = [
-        {"name": name, "age": rng.randrange(20, 80), "id": rng.randrange(10**6)} for name in ("Ann", "Bob", "Eve")
-    ]
+    people = [{"name": name, "age": rng.randrange(20, 80), "id": rng.randrange(10**6)} for name in NAMES]
     before = json.dumps(people)
     return f'Before:\n{before}\nAfter adding "new": true to each entry:\n[{{"name": "Ann",'
 
@@ -169,10 +167,8 @@ def main() -> None:
     if args.driver:
         for method, seed in (("suffix", 0), ("suffix", 1), ("ngram", 1)):
             llm = LLM("smollm2", **settings, speculative_config={"method": method})
-            share = driver_share(llm, questions, seed)
-            print(
-                f"{method}, {'new' if seed else 'known'} sequences: {share:.2%} of a step of 64 sequences", flush=True
-            )
+            kind = "new" if seed else "known"
+            print(f"{method}, {kind} sequences: {driver_share(llm, questions, seed):.2%} of a step of 64", flush=True)
             llm.close()
         return
     drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})

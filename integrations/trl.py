@@ -183,7 +183,7 @@ def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
     if not config.beta or not (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
         return
     if peft_config is not None or (isinstance(model, nn.Module) and is_adapted(model)):
-        raise ValueError("top_p, top_k or min_p with beta > 0 needs a reference model of its own, without an adapter")
+        raise ValueError("leave out top_p, top_k and min_p, or beta: an adapter has no reference model of its own")
     if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations):
         raise ValueError(
             "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
