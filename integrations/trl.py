@@ -158,10 +158,8 @@ def _hooked_module(kind: type) -> ModuleType:
     for module in (sys.modules[base.__module__] for base in kind.__mro__):
         if vars(module).keys() >= {*HOOKS}:
             return module
-    raise ImportError(
-        f"no trainer under {kind.__name__} has the hooks {', '.join(HOOKS)}: GRPOTrainer and RLOOTrainer of TRL "
-        f"{OLDEST} to {TESTED} have; this is TRL {trl.__version__}"
-    )
+    has = f"GRPOTrainer and RLOOTrainer of TRL {OLDEST} to {TESTED} have; this is TRL {trl.__version__}"
+    raise ImportError(f"no trainer under {kind.__name__} has the hooks {', '.join(HOOKS)}: {has}")
 
 
 def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
@@ -185,10 +183,9 @@ def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
     if peft_config is not None or (isinstance(model, nn.Module) and is_adapted(model)):
         raise ValueError("leave out top_p, top_k and min_p, or beta: an adapter has no reference model of its own")
     if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations):
-        raise ValueError(
-            "top_p, top_k or min_p with beta > 0 needs one update per rollout: after another update a token may be "
-            "outside the filter, and its KL infinite. Set num_iterations=1 and leave out steps_per_generation"
-        )
+        why = "after another one a token may be outside the filter, and its KL infinite"
+        need = "set num_iterations=1 and leave out steps_per_generation"
+        raise ValueError(f"top_p, top_k or min_p with beta > 0 needs one update per rollout, {why}: {need}")
 
 
 def _sampling_params(config: Any) -> SamplingParams:
@@ -240,11 +237,8 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         # A layer's output is in its dtype as it is; log-probs must stay float32.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
     elif mixed and dtype == torch.float32:
-        logger.warning(
-            "%s autocast doesn't reach exact ops: this model computes in float32. For 16 bits give "
-            "model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2",
-            accelerator.mixed_precision,
-        )
+        said = f"this model computes in float32: {accelerator.mixed_precision} autocast reaches no exact op"
+        logger.warning("%s. Give model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2, for 16 bits", said)
     if isinstance(engine, str):
         engine = RemoteEngine(Client(engine), path)
     if isinstance(engine, dict):
@@ -281,10 +275,9 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
             return_router_loss=output_router_logits, forward=plain,
         )  # fmt: skip
         logprobs = logprobs.masked_fill(logprobs == -torch.inf, OUTSIDE) * scored
+        aux_loss = next(iter(router_loss), None)
         # TRL's own output type: DistributedDataParallel looks for tensors in it.
-        return FusedCausalLMOutput(
-            log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:], aux_loss=next(iter(router_loss), None)
-        )
+        return FusedCausalLMOutput(log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:], aux_loss=aux_loss)
 
     @functools.wraps(plain)
     def forward(*args, fused_lm_head: bool = False, **kwargs):

@@ -13,7 +13,7 @@ NAME = "samebits"  # under which verl knows the engine, the vendor and the train
 Limits = Mapping[str, Mapping[str, Sequence[Any]]]
 
 FULL_WEIGHTS = "weights are exact in float32, bfloat16 and float16 only"
-NO_ADAPTERS = "adapters are not supported under verl yet"
+ADAPTERS = "an adapter is what model.lora_rank and lora_adapter_path say, beside its base, on linears"
 NO_MTP = "multi-token prediction is not covered"
 PACKED = "sequences are scored packed, without padding"
 UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_attention_2")]  # by an exact model
@@ -21,10 +21,7 @@ UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_att
 ROLLOUT: Limits = {  # actor_rollout_ref.rollout
     "verl's trainer scores with the temperature alone": {"top_p": [1.0], "top_k": [-1, 0], "repetition_penalty": [1.0]},
     "an engine is one device; more devices make more replicas": {
-        "tensor_model_parallel_size": [1],
-        "data_parallel_size": [1],
-        "pipeline_model_parallel_size": [1],
-        "expert_parallel_size": [1],
+        f"{kind}_parallel_size": [1] for kind in ("tensor_model", "data", "pipeline_model", "expert")
     },
     "the trainer routes as exact rollouts did, without a replay": {"enable_rollout_routing_replay": [False]},
     FULL_WEIGHTS: {"quantization": [None], "quantization_config_file": [None]},
@@ -35,7 +32,7 @@ ROLLOUT: Limits = {  # actor_rollout_ref.rollout
 MODEL: Limits = {  # actor_rollout_ref.model
     PACKED: {"use_remove_padding": [True]},
     "other kernels have other bits": {"use_liger": [False], "use_fused_kernels": [False], "tiled_mlp.enabled": [False]},
-    NO_ADAPTERS: {"lora_rank": [0], "lora.rank": [0, None], "lora_adapter_path": [None]},
+    ADAPTERS: {"lora.rank": [0, None], "lora.merge": [False, None], "target_parameters": [None]},
     NO_MTP: {"mtp.enable": [False]},
     "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED]},
 }

@@ -14,9 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 import torch
+from peft import LoraConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 from verl.plugin.platform import get_platform
+from verl.utils.fs import copy_to_local
+from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
@@ -31,8 +34,8 @@ logger = logging.getLogger(__name__)
 PREFIX = f"{limits.NAME}_rollout_"  # of the names of all replicas' actors
 MAX_DEATHS = 3  # of one replica, after which its requests fail
 MAX_BUCKET = 256  # megabytes of an update that are under way at a time
-SIZES = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-SAME_NAMES = ("dtype", "enforce_eager", "enable_prefix_caching", *SIZES)  # settings that `EngineConfig` calls so, too
+# Settings that `EngineConfig` calls so, too.
+SAME_NAMES = "dtype enforce_eager enable_prefix_caching max_num_seqs max_num_batched_tokens gpu_memory_utilization"
 
 
 class Replica(RolloutReplica):
@@ -70,26 +73,39 @@ class Replica(RolloutReplica):
             num_cpus=0,
         )
         path = getattr(self.model_config, "local_path", None) or self.model_config.path
-        self._server_handle = server.remote(self.config, path, self.rollout_mode, platform.device_name)
+        adapter = adapter_of(self.model_config)
+        self._server_handle = server.remote(self.config, path, self.rollout_mode, platform.device_name, adapter)
         await self._server_handle.start.remote()
         self.servers = [self._server_handle]
         self._server_address = f"{PREFIX}{self.replica_rank}"  # by which verl tells replicas apart
 
 
+def adapter_of(model_config: Any) -> Any:
+    """Return the adapter that verl's trainer puts on its model: a `peft.LoraConfig`, a folder of PEFT's, or None."""
+    if not model_config.lora_rank:
+        return None
+    if model_config.lora_adapter_path is not None:
+        return copy_to_local(model_config.lora_adapter_path, use_shm=model_config.use_shm)
+    places = {name: convert_to_regular_types(model_config[name]) for name in ("target_modules", "exclude_modules")}
+    return LoraConfig(r=model_config.lora_rank, lora_alpha=model_config.lora_alpha, **places)
+
+
 class Server:
     """Generates, sleeps, wakes up and takes new weights as verl asks; its methods are those of verl's own servers.
 
-    config: verl's rollout section. device: where the engine computes. An actor that died and was started again gets
-    the weights in force from another replica, so that its requests, which Ray sends again, draw the tokens that they
-    would have drawn.
+    config: verl's rollout section. device: where the engine computes. adapter: the policy's, if it has one. An actor
+    that died and was started again gets the weights in force from another replica, so that its requests, which Ray
+    sends again, draw the tokens that they would have drawn.
     """
 
-    def __init__(self, config: Any, model_path: str, mode: RolloutMode, device: str):
+    def __init__(self, config: Any, model_path: str, mode: RolloutMode, device: str, adapter: Any = None):
         self.config = config
-        self.mode = mode
+        # What sleep frees. Weights stay where updates don't bring them all: other modes, and adapters.
+        self.tags = MEMORY_TAGS if mode == RolloutMode.HYBRID and adapter is None else ["kv_cache"]
         self.max_tokens = self.config.prompt_length + self.config.response_length  # of a whole sequence
-        settings = {name: getattr(self.config, name) for name in SAME_NAMES}
+        settings = {name: getattr(self.config, name) for name in SAME_NAMES.split()}
         settings |= {"device": device, "max_model_len": self.config.max_model_len or self.max_tokens}
+        settings |= {"adapter": adapter, "adapter_dtype": self.config.dtype}  # FSDP2 casts the adapter, too
         settings |= self.config.engine_kwargs.get(limits.NAME) or {}
         self.llm = LLM(model_path, skip_tokenizer_init=True, **settings)
         self.engine = AsyncEngine(self.llm)  # without limits: verl sends a whole batch at once
@@ -183,13 +199,9 @@ class Server:
         steps = [step for step, _, _ in spans] or [self.global_steps]
         fields: dict[str, Any] = {"num_cached_tokens": output.num_cached_tokens, "weight_versions": spans}
         fields |= {"global_steps": steps[-1], "min_global_steps": steps[0], "max_global_steps": steps[-1]}
-        return TokenOutput(
-            token_ids=completion.token_ids,
-            log_probs=completion.logprobs,
-            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
-            num_preempted=0,
-            extra_fields=fields,
-        )
+        reason = "aborted" if completion.finish_reason == "abort" else "completed"
+        found: dict[str, Any] = {"token_ids": completion.token_ids, "log_probs": completion.logprobs}
+        return TokenOutput(**found, stop_reason=reason, num_preempted=0, extra_fields=fields)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """End all requests with what they have; later ones wait for `resume_generation`.
@@ -210,12 +222,11 @@ class Server:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Wait for the requests, then free memory for the trainer: KV, and the weights where it sends new ones."""
+        """Wait for the requests, then free memory for the trainer: KV, and the weights where it sends all of them."""
         if self.config.free_cache_engine:
             await self.start()
             await self.engine.pause("wait", refuse=False)  # requests that come meanwhile wait for `wake_up`
-            tags = MEMORY_TAGS if self.mode == RolloutMode.HYBRID else ["kv_cache"]
-            await self.engine.call(lambda llm: llm.release_memory(tags))
+            await self.engine.call(lambda llm: llm.release_memory(self.tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory of these tags again (None: all), and run requests.
@@ -293,15 +304,13 @@ class ServerAdapter(BaseRollout):
         await self._call("sleep")
 
     @torch.no_grad()
-    async def update_weights(
-        self, weights: Iterator[tuple[str, Tensor]], wire_format: str = "named_tensors", **others: Any
-    ) -> None:
-        """Send all weights, and put them in force, all or nothing. All ranks iterate `weights`, which gathers them.
+    async def update_weights(self, weights: Iterator[tuple[str, Tensor]], **others: Any) -> None:
+        """Send weights, and put them in force, all or nothing. All ranks iterate `weights`, which gathers them.
 
-        Raises ValueError for deltas and adapters, NumericsError where trainer and engine have other numerics.
+        Of a policy with an adapter they are the adapter's, as PEFT names them, or its base's, which verl sends once.
+        Raises NumericsError where trainer and engine have other numerics.
         """
-        if wire_format != "named_tensors" or others.get("peft_config") is not None:
-            raise ValueError(f"samebits takes whole weights alone, no deltas and no adapters; got {wire_format}")
+        weights = ((name.replace(".base_layer.", "."), tensor) for name, tensor in weights)  # vLLM's names of a base
         with gathering(weights):
             await self._call("begin_weights", ServerAdapter.contract)
             megabytes = min(self.config.checkpoint_engine.update_weights_bucket_megabytes, MAX_BUCKET)

@@ -11,9 +11,11 @@ import hashlib
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import ray
 import torch
@@ -73,6 +75,12 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         """Load; the weights are no longer those of the rollouts."""
         ServerAdapter.trained_steps = None
         super().load_checkpoint(*args, **kwargs)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Score with the base model, verl's reference for an adapter: its log-probs are not the rollouts'."""
+        with patch.object(ServerAdapter, "trained_steps", None), super().disable_adapter():
+            yield
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> tuple:
         """Return the loss, and verl's record of it with log_probs and entropy: nested fp32, the value for a token at

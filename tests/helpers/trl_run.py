@@ -6,13 +6,16 @@ import hashlib
 import json
 import pathlib
 import sys
+from unittest.mock import patch
 
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer
 
 from samebits.integrations.trl import ExactGRPOTrainer, ExactRLOOTrainer
 
@@ -55,8 +58,56 @@ def make(kind: str, path, folder, engine=ENGINE, trainer: dict | None = None, ad
     return cls(model=more.pop("model", str(path)), args=config, **more)
 
 
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for t in m.tool_calls or [] %}{{ t.function.name }} {{ t.function.arguments }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL_LOOP = {  # of up to three calls; many tokens end a turn
+    "max_completion_length": 200, "max_tool_calling_iterations": 3,
+    "generation_kwargs": {"stop_token_ids": list(range(3, 1001, 9))},
+}  # fmt: skip
+
+
+def double(x: int) -> int:
+    """
+    Double a number.
+
+    Args:
+        x: the number.
+    """
+    return 2 * x
+
+
+def count_messages(completions, **_) -> list[float]:
+    """Reward long conversations."""
+    return [float(len(messages)) for messages in completions]
+
+
+def tool_loop(path, tool=double) -> dict:
+    """The parts of a trainer whose model calls a tool with its answers' first tokens, two of three."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.response_template = "`parse` reads it"  # what a tiny random model says is nobody's format
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in PROMPTS]})
+    return {"tools": [tool], "processing_class": tokenizer, "train_dataset": data, "reward_funcs": count_messages}
+
+
+def parsing():
+    """While TRL reads calls from token ids: patch its parser."""
+
+    def parse(_, ids, **__):
+        call = {"type": "function", "function": {"name": "double", "arguments": {"x": ids[0]}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call] if ids[0] % 3 else []}
+
+    return patch.object(grpo_trainer, "parse_response", parse)
+
+
 def run(kind: str, path, folder, resume=None, **options) -> dict:
     """Train; return what was logged each step, and a hash of the weights at the end."""
+    if options.pop("tools", False):
+        with parsing():
+            return run(kind, path, folder, resume, trainer=tool_loop(path), **TOOL_LOOP | options)
     trainer = make(kind, path, folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -46,11 +46,6 @@ pytestmark = [
 ]
 
 BEFORE_1_16 = Version(trl.__version__) < Version("1.16")
-TOOLS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for t in m.tool_calls or [] %}{{ t.function.name }} {{ t.function.arguments }}{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -393,9 +388,6 @@ def test_a_version_of_trl_without_the_hooks_is_named(path, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("options", [{}, FILTERS | TOKEN_RATIOS, FILTERS | {"beta": 0.1}], ids=str)
 def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TOOLS
-    tokenizer.response_template = "tests parse"  # what a tiny random model says is nobody's format
     calls = []
 
     def double(x: int) -> int:
@@ -408,19 +400,9 @@ def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
         calls.append(x)
         return 2 * x
 
-    def parse(_, ids, **__):
-        call = {"type": "function", "function": {"name": "double", "arguments": {"x": ids[0]}}}
-        return {"role": "assistant", "content": "", "tool_calls": [call] if ids[0] % 3 else []}
-
-    def reward(completions, **_):
-        return [float(len(messages)) for messages in completions]
-
-    data = trl_run.Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in trl_run.PROMPTS]})
-    parts = {"tools": [double], "processing_class": tokenizer, "train_dataset": data, "reward_funcs": reward}
-    turns = {"stop_token_ids": list(range(3, 1001, 9))}  # short ones
-    more = {"max_completion_length": 200, "max_tool_calling_iterations": 3, "generation_kwargs": turns}
-    with patch.object(grpo_trainer, "parse_response", parse):
-        trainer = trl_run.make("grpo", path, tmp_path, trainer=parts, **more | options)
+    with trl_run.parsing():
+        parts = trl_run.tool_loop(path, double)
+        trainer = trl_run.make("grpo", path, tmp_path, trainer=parts, **trl_run.TOOL_LOOP | options)
         turns = record_turns(trainer.vllm_generation.engine)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -652,6 +634,29 @@ def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, worl
     if not options.get("bf16"):
         alone = trl_run.run(kind, path, tmp_path, **options)
         assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_tool_loop_on_two_ranks_is_exact(path, tmp_path, world):
+    result = run_in(world, tmp_path, "grpo", path, tools=True)
+    assert trl_run.ratios(result) == {1.0}
+    alone = trl_run.run("grpo", path, tmp_path, tools=True)
+    assert max(entry["reward"] for entry in result["logs"]) > 3
+    assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, ADAPTER], ids=["whole", "adapter"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_ranks_that_resume_go_on_as_bits(path, tmp_path, world, options):
+    options = options | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = run_in(world, tmp_path, "grpo", path, **options)
+    (tmp_path / "again").mkdir()
+    resumed = run_in(world, tmp_path / "again", "grpo", path, resume=str(tmp_path / "out/checkpoint-2"), **options)
+    assert trl_run.ratios(resumed) == {1.0}
+    assert curve(resumed) == curve(whole)
+    assert resumed["weights"] == whole["weights"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import time
 import types
 import warnings
@@ -20,7 +21,7 @@ from tensordict import NonTensorData, TensorDict
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, RolloutConfig
+from verl.workers.config import FSDPEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
@@ -30,9 +31,11 @@ from samebits.integrations import verl as plugin
 from samebits.integrations.verl import limits, rollout
 from samebits.integrations.verl import trainer as trainer_side
 from samebits.kernels.contract import NumericsError
+from samebits.model.adapter import adapter_state
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import verl_runs
+from helpers.adapters import adapted_model, lora
 from helpers.models import make_checkpoint
 
 # --- registries ---------------------------------------------------------------------------------------------------
@@ -233,6 +236,29 @@ def test_a_batch_that_cannot_be_compared_is_told_of(trainer, missing):
         trainer.forward_step(batch, None, True)
 
 
+def test_the_base_below_an_adapter_is_no_policy_to_compare(trainer, model_path):
+    """verl scores its reference, the model without its adapter, by the actor's own engine."""
+    trainer.module = adapted_model(model_path)
+    batch = micro_batch(trainer.module)
+    _, policy = trainer.forward_step(batch, None, True)
+    with trainer.disable_adapter():
+        _, reference = trainer.forward_step(batch, None, True)
+    plain = exact_model(model_path)
+    expected = token_logprobs(
+        plain, [row.tolist() for row in batch["input_ids"].unbind()], SamplingParams(temperature=0.7)
+    )
+    found = reference["model_output"]["log_probs"].unbind()
+    assert all(torch.equal(f[-2], e[-1].detach()) for f, e in zip(found, expected, strict=True))
+    assert not torch.equal(
+        policy["model_output"]["log_probs"].values(), reference["model_output"]["log_probs"].values()
+    )
+    with trainer.disable_adapter(), pytest.raises(ZeroDivisionError):
+        raise ZeroDivisionError
+    batch["rollout_log_probs"].values()[0] = -1.0
+    with pytest.raises(NumericsError, match="1 of 4 tokens"):  # compared again
+        trainer.forward_step(batch, None, True)
+
+
 def test_outputs_that_are_not_offered_and_several_temperatures_are_refused(trainer):
     batch = micro_batch(trainer.module)
     tu.assign_non_tensor_data(batch, "distillation_use_topk", True)
@@ -264,24 +290,26 @@ class FakeRay:
         return types.SimpleNamespace(weights=types.SimpleNamespace(remote=self.fellow.weights))
 
 
-def make_server(model_path, mode=RolloutMode.HYBRID, **settings) -> rollout.Server:
+def make_server(model_path, mode=RolloutMode.HYBRID, adapter=None, **settings) -> rollout.Server:
     own = {"kv_cache_memory_bytes": 2**21, **settings}
     config = RolloutConfig(name="samebits", tensor_model_parallel_size=1, prompt_length=16, response_length=100,
                            dtype="float32", max_num_seqs=8, engine_kwargs={"samebits": own})  # fmt: skip
-    return rollout.Server(config, str(model_path), mode, "cpu")
+    return rollout.Server(config, str(model_path), mode, "cpu", adapter)
 
 
-async def send(target: rollout.Server, model, steps: int, contract=None) -> None:
-    """What the adapter does, in two buckets."""
-    from samebits.engine.weights import TensorSpec
-    from samebits.engine.weights.spec import to_bytes
-
-    await target.begin_weights(contract)
-    pairs = list(model.state_dict().items())
+async def send(target: rollout.Server, weights, steps: int | None, contract=None, **others) -> None:
+    """Send a model's weights, or pairs, by verl's calls of a trainer's rank, a tensor at a time."""
+    adapter = rollout.ServerAdapter.__new__(rollout.ServerAdapter)
+    adapter.config = types.SimpleNamespace(checkpoint_engine=types.SimpleNamespace(update_weights_bucket_megabytes=0))
+    adapter._call = lambda method, *args: getattr(target, method)(*args)
+    pairs = list(weights.state_dict().items() if isinstance(weights, torch.nn.Module) else weights)
     pairs = [pair for pair in pairs if pair[0] != "lm_head.weight"]  # tied
-    for part in (pairs[::2], pairs[1::2]):
-        await target.load_weights([to_bytes(t) for _, t in part], [TensorSpec.of(n, t) for n, t in part])
-    await target.commit_weights(steps)
+    before = rollout.ServerAdapter.trained_steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout.ServerAdapter, "contract", contract)
+        await adapter.update_weights(iter(pairs), global_steps=steps, **others)
+    assert rollout.ServerAdapter.trained_steps == steps
+    rollout.ServerAdapter.trained_steps = before
 
 
 def run(monkeypatch, ray, coroutine):
@@ -408,6 +436,52 @@ def test_a_partial_rollout_says_which_weights_each_token_is_of(monkeypatch, mode
     for model, span, values in ((old, slice(3, middle), part.log_probs), (new, slice(middle, None), rest.log_probs)):
         (found,) = token_logprobs(model, [sequence], SamplingParams(temperature=0.9))
         assert torch.equal(torch.tensor(values), found[span].detach())
+
+
+def as_verl_sends_a_base(model) -> list[tuple[str, torch.Tensor]]:
+    """With vLLM's names for what is below an adapter."""
+    pairs = model.state_dict().items()
+    return [(re.sub(r"_proj\.(\w+)$", r"_proj.base_layer.\1", name), tensor) for name, tensor in pairs]
+
+
+def test_a_server_with_an_adapter_gets_its_base_once_and_the_adapter_each_time(monkeypatch, model_path, tmp_path):
+    base = make_checkpoint(tmp_path / "base", "qwen2", seed=5, vocab_size=211)
+    first, second = (adapted_model(base, seed=seed) for seed in (1, 2))
+
+    async def scenario():
+        fellow = make_server(model_path, adapter=lora())
+        await send(fellow, as_verl_sends_a_base(exact_model(base)), 3)
+        outputs = []
+        for steps, model in ((3, first), (4, second)):
+            await fellow.sleep()
+            assert fellow.llm.has_weights and not fellow.llm.has_kv_cache
+            await fellow.wake_up(["weights"])
+            await send(fellow, adapter_state(model).items(), steps, fellow.llm.contract)
+            await fellow.wake_up(["kv_cache"])
+            outputs.append(await fellow.generate([5, 6, 7], PARAMS, "r"))
+        monkeypatch.setattr(rollout, "ray", FakeRay(died=True, fellow=fellow))
+        outputs.append(await make_server(model_path, adapter=lora()).generate([5, 6, 7], PARAMS, "r"))
+        with pytest.raises(NumericsError, match="adapter"):
+            await fellow.begin_weights(make_server(model_path).llm.contract)
+        return outputs
+
+    *outputs, recovered = run(monkeypatch, FakeRay(), scenario())
+    assert recovered == outputs[1]
+    for output, model, step in zip(outputs, (first, second), (3, 4), strict=True):
+        (values,) = token_logprobs(model, [[5, 6, 7, *output.token_ids]], SamplingParams(temperature=0.9))
+        assert torch.equal(torch.tensor(output.log_probs), values[3:].detach())
+        assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == step
+
+
+def test_the_rollouts_adapter_is_the_one_of_verls_settings(model_path, tmp_path):
+    settings = {"path": str(model_path), "load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
+    assert rollout.adapter_of(HFModelConfig(**settings)) is None
+    config = HFModelConfig(**settings, lora_rank=4, lora_alpha=9, target_modules=["q_proj", "up_proj"])
+    found = rollout.adapter_of(config)
+    assert (found.r, found.lora_alpha, found.target_modules) == (4, 9, {"q_proj", "up_proj"})
+    adapted_model(model_path).save_pretrained(tmp_path / "adapter")
+    config = HFModelConfig(**settings, lora_rank=5, lora_adapter_path=str(tmp_path / "adapter"))
+    assert rollout.adapter_of(config) == str(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -576,6 +650,104 @@ def test_a_replica_dies_and_the_tokens_are_the_same(folder):
     assert "was started again, with the weights of step 1" in (folder / "killed.txt").read_text()
     assert generations(folder, "killed") == generations(folder, "alive")
     assert curves(found) == curves(expected)
+
+
+ADAPTER = {
+    "actor_rollout_ref.model.lora_rank": 4,
+    "actor_rollout_ref.model.lora_alpha": 8,
+    "actor_rollout_ref.model.target_modules": "all-linear",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ten_steps_of_an_adapter_are_exact_and_repeat_as_bits(folder, ranks):
+    """Its reference is the base below it. The base is sent once, or read from the checkpoint."""
+    kl = {"ranks": ranks, "actor_rollout_ref.actor.use_kl_loss": True}
+    first = train(folder, f"adapter_{ranks}", steps=10, **ADAPTER, **kl)
+    read = {"actor_rollout_ref.rollout.load_format": "safetensors"}
+    second = train(folder, f"adapter_again_{ranks}", steps=10, **ADAPTER, **kl, **read)
+    assert_exact(first, 10)
+    assert first[0]["actor/kl_loss"] == 0.0 < first[-1]["actor/kl_loss"]
+    assert curves(first) == curves(second)
+
+
+@pytest.mark.slow
+def test_an_adapter_goes_on_where_its_files_end_and_a_run_with_one_resumes(folder):
+    adapted_model(folder / "model", config=lora(task_type="CAUSAL_LM")).save_pretrained(folder / "lora")
+    start = ADAPTER | {
+        "actor_rollout_ref.model.lora_rank": 5,
+        "actor_rollout_ref.model.lora_adapter_path": folder / "lora",
+    }
+    saved = {"trainer.save_freq": 2, "trainer.default_local_dir": folder / "adapted"}
+    whole = train(folder, "adapted", steps=4, **start, **saved)
+    resume = {
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": folder / "adapted/global_step_2",
+        "trainer.default_local_dir": folder / "adapted_again",
+    }
+    resumed = train(folder, "adapted_again", steps=4, **start, **resume)
+    assert_exact(whole, 4)
+    assert_exact(resumed, 2)
+    assert curves(resumed) == curves(whole[2:])
+    assert whole[0]["critic/score/mean"] != train(folder, "base", steps=1)[0]["critic/score/mean"]
+
+
+@pytest.mark.slow
+def test_a_rollout_that_differs_by_a_bit_ends_the_run(folder):
+    bent = {"VERL_USE_EXTERNAL_MODULES": "samebits.integrations.verl,helpers.verl_bent"}
+    process = verl_runs.start(folder, folder / "model", "bent", environment=bent)
+    assert process.wait(timeout=1500) != 0
+    said = (folder / "bent.txt").read_text()
+    assert "compute_log_prob" in said  # before an update
+    assert re.search(r"NumericsError: .*token 2, id \d+, of a rollout of group 00000001-00000\d at step 0", said)
+    assert not verl_runs.metrics(folder, "bent")
+
+
+TOOLS = '''
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.function_tool import function_tool
+
+
+@function_tool
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: What to look up.
+    """
+    return f"{word}: {sum(map(ord, word)) % 1000}"
+
+
+@ToolParser.register("all")
+class All(ToolParser):
+    """Each answer is a call: what a model without training writes."""
+
+    stop_token_ids = list(range(300, 360))
+
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        call = FunctionCall(name="look_up", arguments='{"word": "%d"}' % len(responses_ids))
+        return self.tokenizer.decode(responses_ids), [call]
+'''
+
+
+@pytest.mark.slow
+def test_verls_own_loop_of_tools_is_exact(folder):
+    (folder / "tools.py").write_text(TOOLS)
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    settings = {
+        f"{turns}.enable": True,
+        f"{turns}.function_tool_path": folder / "tools.py",
+        f"{turns}.format": "all",
+        f"{turns}.max_assistant_turns": 3,
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+        "data.max_response_length": 128,
+    }
+    steps = train(folder, "tools", steps=3, **settings)
+    assert_exact(steps, 3)
+    assert all(step["num_turns/max"] == 6 for step in steps)  # the prompt, three answers, two results
+    compared = [step["actor/compared_tokens"] for step in steps]
+    assert all(c < s["response_length/mean"] * 16 for c, s in zip(compared, steps, strict=True))  # not the tools' words
 
 
 def three_turns(folder) -> dict[str, object]:
