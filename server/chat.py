@@ -9,7 +9,7 @@ from ..engine import Completion, RequestOutput, StructuredOutputsParams
 from .kept_ids import conversation_keys, next_key
 from .service import Service
 from .tokenization import plain
-from .tools import FORMATS, ToolFormat
+from .tools import FORMATS, ToolFormat, function_of
 
 
 @dataclass
@@ -53,15 +53,15 @@ class Conversation:
 
     def forced_call(self, choice: str | dict) -> StructuredOutputsParams:
         """The grammar of an answer that calls one of the tools, or the one that is named."""
-        given = [tool for tool in self.template["tools"] or [] if isinstance(_function_name(tool), str)]
+        given = [tool for tool in self.template["tools"] or [] if isinstance(function_of(tool).get("name"), str)]
         if isinstance(choice, dict):
-            given = [tool for tool in given if _function_name(tool) == _function_name(choice)]
+            given = [tool for tool in given if function_of(tool)["name"] == function_of(choice).get("name")]
         if not given:
             raise ValueError(f"tool_choice {choice!r} needs that tool among `tools`")
         if self.tools is None:
             raise ValueError(
                 f"tool_choice {choice!r} needs to know how this model writes calls, which its chat template doesn't "
-                f"tell; if it writes them as JSON, start the server with --tool-parser {' | '.join(FORMATS)}"
+                f"tell; if it is one of these, start the server with --tool-parser {' | '.join(FORMATS)}"
             )
         added = self.server.engine.tokenization.need("tool_choice").added_tokens_decoder
         return self.tools.forced(given, {str(token): i for i, token in added.items() if token.special})
@@ -97,10 +97,5 @@ class Conversation:
             return len(answer.text), []
         if not finished:
             return max(answer.told, self.tools.visible(answer.text)), []
-        before, calls = self.tools.parse(answer.text)
+        before, calls = self.tools.parse(answer.text, self.template["tools"] or ())
         return max(answer.told, len(before)), calls
-
-
-def _function_name(tool: dict) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None

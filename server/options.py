@@ -12,6 +12,7 @@ from typing import Literal
 from ..engine import SamplingParams
 from ..engine.request import Request
 from ..engine.sampling_params import MAX_LOGPROBS
+from .tools import tool_format
 
 MAX_STOPS = 64  # stop strings
 MAX_STOPPING = 1024  # characters of all of them, stop tokens
@@ -29,8 +30,9 @@ class ServerOptions:
     """Most log-probs that a reply may have, those of alternatives and of the prompt included: it bounds its memory."""
     transfer_timeout: float = 300.0
     """Seconds for the rendezvous and for each broadcast of a weight update."""
-    tool_parser: Literal["auto", "off", "hermes", "llama3_json", "mistral", "mistral-args"] = "auto"
-    """How chat answers write tool calls; auto: as the chat template tells."""
+    tool_parser: str = "auto"
+    """How chat answers write tool calls: a name of docs/agents.md, or a .json file with a format's fields; auto: as the
+    chat template tells; off: they stay text."""
     kept_tokens: int = 4_194_304
     """Tokens of chat answers that are kept for their next turns; 0 is off."""
     pause_keep: Literal["stale", "recompute"] = "stale"
@@ -43,6 +45,7 @@ class ServerOptions:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
+        tool_format(self.tool_parser, None)
 
 
 @dataclass(frozen=True)

@@ -284,4 +284,4 @@ def test_a_forced_call_needs_a_template_whose_calls_are_known(path):
         response = server.post("/v1/chat/completions", body | {"tool_choice": "required"})
         assert response.status_code == 400
         assert "--tool-parser auto" not in response.json()["message"]
-        assert "--tool-parser hermes | " in response.json()["message"]
+        assert " | hermes | " in response.json()["message"]
