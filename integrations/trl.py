@@ -290,7 +290,8 @@ class ExactGeneration:
     """What TRL's trainers ask of their `VLLMGeneration`, by an `LLM`: `sync_weights` and `generate`.
 
     Random numbers depend on TRL's seed, the step and the sample's number among all ranks': a run repeats, also when it
-    is resumed, and with another number of ranks as long as no group is split.
+    is resumed, and with another number of ranks as long as no group is split and no tool is called, as TRL asks for
+    an answer after a tool's result without the sample's number.
     """
 
     def __init__(self, trainer: Any, llm: LLM, params: SamplingParams):
