@@ -11,14 +11,14 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5485,
+    "engine + scheduler + model": 5490,
     "cluster": 930,
     "trainer": 610,
     "trainer/rl": 1075,
     "correction": 680,
     "correction/calibration": 570,
     "integrations": 1950,
-    "server": 2180,
+    "server": 2190,
     "cli": 1690,
     "kernels": None,
     "kernels/triton": None,

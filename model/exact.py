@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
@@ -274,10 +275,16 @@ def contract_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Con
     """
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     parameter = next(model.parameters())
-    contract = Contract.of(dtype or parameter.dtype, parameter.device)
+    contract = Contract.of(dtype or parameter.dtype, compute_device(model))
     if is_adapted(model):
         contract = replace(contract, adapter=describe(placements(model)))
     return contract if linear.exact else replace(contract, linear="torch")
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where a model computes: under FSDP2 its mesh's device, also while the parameters are offloaded to the CPU."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig | None) -> tuple[int, ...]:

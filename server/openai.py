@@ -271,7 +271,9 @@ async def chat_completions(body: ChatRequest, server: Served):
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     given = body.chat_template_kwargs or {}
-    if taken := sorted(given.keys() & {"tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}):
+    if taken := sorted(
+        given.keys() & {"tools", "tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}
+    ):
         raise ValueError(f"chat_template_kwargs may not set {', '.join(taken)}")
     template = {
         "tools": body.tools,  # also with tool_choice "none", which leaves the prompt as it is and parses no calls

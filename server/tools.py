@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import json
 import pathlib
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from ..engine import StructuredOutputsParams
 
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
 _SPACING = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}  # as templates write JSON
 
 
@@ -24,57 +24,70 @@ class ToolFormat:
     """How a family of chat templates writes calls.
 
     start: a regular expression for what comes before a call's JSON; where it has a group `name`, that is the tool's
-    name and the JSON is its arguments alone. held: a stream tells nothing from this string on; "" holds back whatever
-    begins like a call. before, after: the text around the arguments of a call that is forced, with `{name}` for the
-    tool's. tags: the text before, with `{key}`, and after each argument's value, where arguments are tags in place of
-    JSON. sign: a string that the family's templates contain.
+    name and the JSON is its arguments alone. again: the same after a call, where it differs. held: a stream tells
+    nothing from this string on; "" holds back whatever begins like a call. before, after: the text around the arguments
+    of a call that is forced, with `{name}` for the tool's. tags: the text before, with `{key}`, and after each
+    argument's value, where arguments are tags in place of JSON; `after` then ends them, and no call can be forced.
+    sign: a string that the family's templates contain.
     """
 
     start: str
     held: str
-    before: str
     after: str
+    before: str = ""
+    again: str = ""
     tags: Sequence[str] | None = None
     sign: str = ""
 
     def __post_init__(self) -> None:
-        re.compile(self.start)  # an error is found here
+        named = (
+            "name" in re.compile(self.start).groupindex and "name" in re.compile(self.again or self.start).groupindex
+        )
+        if not all(isinstance(text, str) for text in (self.held, self.before, self.after, *(self.tags or ()))):
+            raise ValueError("held, before, after and tags are strings")
+        if self.tags is not None and not (len(self.tags) == 2 and "{key}" in self.tags[0] and named and self.after):
+            raise ValueError(
+                "tags are two, the first with {key}; `start` then has a group `name`, and `after` some text"
+            )
 
     def parse(self, text: str, tools: Sequence[dict] = ()) -> tuple[str, list[dict]]:
         """Return the text before the calls, and the calls in OpenAI's form. Malformed calls stay text, all of it.
 
         tools: those that were given, whose schemas tell what kinds of values tags hold.
         """
-        start = re.compile(self.start)
-        match = start.search(text)
+        match = re.search(self.start, text)
         before = text[: match.start()].rstrip() if match else text
         calls: list[dict] = []
         while match:
             try:
                 value, end = self._tagged(text, match, tools) if self.tags else _DECODER.raw_decode(text, match.end())
                 calls += [_call(match, v) for v in (value if isinstance(value, list) else [value])]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 return text, []
-            match = start.search(text, end)
-        return before, calls
+            match = re.compile(self.again or self.start).search(text, end)
+        return (before, calls) if calls else (text, [])
 
     def _tagged(self, text: str, match: re.Match[str], tools: Sequence[dict]) -> tuple[dict[str, Any], int]:
         """Return the arguments of a call that writes them as tags, and where they end."""
-        known = next((_properties(tool) for tool in tools if function_of(tool).get("name") == match["name"]), {})
+        called = (tool for tool in tools if function_of(tool).get("name") == match["name"])
+        parameters = function_of(next(called, {})).get("parameters")
+        known = parameters.get("properties") if isinstance(parameters, dict) else None
+        before, after = self.tags or ("", "")
+        close = after.strip("\n")
+        opening = r"\s*".join(map(re.escape, before.rstrip("\n").split("\n"))).replace(r"\{key\}", '([^<>"]+)')
         arguments = {}
         end = match.end()
-        while found := self._argument.match(text, end):
-            key, value = found.groups()
-            arguments[key] = value if _is_text(known.get(key)) else _value(value)
-            end = found.end()
-        if not text.startswith(self.after.partition("\n")[0], end):
+        while found := re.compile(opening).match(text, end):
+            stop = text.index(close, found.end())
+            value = text[found.end() : stop]
+            value = value.removeprefix("\n") if before.endswith("\n") else value
+            value = value.removesuffix("\n") if after.startswith("\n") else value
+            schema = known.get(found[1]) if isinstance(known, dict) else None
+            arguments[found[1]] = value if _is_text(schema, parameters) else _value(value)
+            end = _SPACE.match(text, stop + len(close)).end()  # type: ignore[union-attr]
+        if not text.startswith(self.after, end):
             raise ValueError("the call doesn't end")
         return arguments, end
-
-    @functools.cached_property
-    def _argument(self) -> re.Pattern[str]:
-        before, after = (r"\s*".join(map(re.escape, tag.split("\n"))) for tag in self.tags or ())
-        return re.compile(before.replace(re.escape("{key}"), '([^<>"]+)') + "(.*?)" + after, re.DOTALL)
 
     def visible(self, text: str) -> int:
         """The number of characters that a stream may tell of an unfinished text: what no call can claim."""
@@ -87,36 +100,18 @@ class ToolFormat:
 
     def forced(self, tools: Sequence[dict], special_ids: Mapping[str, int]) -> StructuredOutputsParams:
         """The grammar of a completion that calls one of these tools. special_ids: of the model's special tokens."""
+        if self.tags is not None:
+            raise ValueError("this model writes calls as tags, which can't be forced; leave tool_choice at auto")
         rules = []
         for tool in tools:
             function = tool["function"]
             parameters = function.get("parameters") or {"type": "object"}
             if not isinstance(parameters, dict):
                 raise ValueError(f"the parameters of tool {function['name']!r} must be a JSON schema")
-            inner = self._forced_tags(tool, parameters, special_ids) if self.tags else _json(parameters)
-            opening = self.before.replace("{name}", json.dumps(function["name"])[1:-1])
-            rules.append(f"{_literal(opening, special_ids)} {inner} {_literal(self.after, special_ids)}")
+            schema = json.dumps(parameters | {"x-guidance": _SPACING})
+            opening = self.before.replace("{name}", json.dumps(function["name"], ensure_ascii=False)[1:-1])
+            rules.append(f"{_literal(opening, special_ids)} %json {schema} {_literal(self.after, special_ids)}")
         return StructuredOutputsParams(grammar="start: " + "\n  | ".join(rules))
-
-    def _forced_tags(self, tool: dict, parameters: dict, special_ids: Mapping[str, int]) -> str:
-        """Arguments in the schema's order, text without a `<`."""
-        shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-        before, after = self.tags or ("", "")
-        rules = []
-        for key, schema in _properties(tool).items():
-            texts = [
-                json.dumps(value, ensure_ascii=False) for value in schema.get("enum", ()) if isinstance(value, str)
-            ]
-            end = _literal(after, special_ids)
-            value = "(" + " | ".join(texts) + ")"
-            if not _is_text(schema):
-                value = _json(schema | shared)
-            elif not texts:  # a lexer takes all it can, the line's end before the tag, too
-                value = r"/[^<]*\n/" if after.startswith("\n") else "/[^<]*/"
-                end = _literal(after.lstrip("\n"), special_ids)
-            rule = f"({_literal(before.replace('{key}', key), special_ids)} {value} {end})"
-            rules.append(rule if key in parameters.get("required", ()) else rule + "?")
-        return " ".join(rules)
 
 
 def function_of(tool: dict) -> dict[str, Any]:
@@ -125,28 +120,33 @@ def function_of(tool: dict) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _properties(tool: dict) -> dict[str, dict]:
-    """The schemas of a tool's arguments, those that are objects."""
-    parameters = function_of(tool).get("parameters")
-    found = parameters.get("properties") if isinstance(parameters, dict) else None
-    return {key: schema for key, schema in found.items() if isinstance(schema, dict)} if isinstance(found, dict) else {}
-
-
-def _is_text(schema: dict | None) -> bool:
-    """True if a value of this schema may be a string, or nothing is known of it."""
-    if not isinstance(schema, dict):
-        return True
-    if "enum" in schema:
-        return any(isinstance(value, str) for value in schema["enum"])
-    if options := schema.get("anyOf") or schema.get("oneOf"):
-        return any(map(_is_text, options))
-    return "string" in schema.get("type", () if "$ref" in schema else ("string",))
+def _is_text(schema: Any, parameters: Any, depth: int = 8) -> bool:
+    """True if a value of this schema, one within `parameters`, may be a string, or nothing is known of it."""
+    match schema if depth else None:
+        case {"$ref": str(ref)}:
+            found = parameters
+            for name in ref.removeprefix("#/").split("/"):
+                found = found.get(name) if isinstance(found, dict) else None
+            return _is_text(found, parameters, depth - 1)
+        case {"const": value}:
+            return isinstance(value, str)
+        case {"enum": list(values)}:
+            return any(isinstance(value, str) for value in values)
+        case {"anyOf": list(options)} | {"oneOf": list(options)}:
+            return any(_is_text(option, parameters, depth - 1) for option in options)
+        case {"allOf": list(parts)}:
+            return all(_is_text(part, parameters, depth - 1) for part in parts)
+        case {"type": str(kind)}:
+            return kind == "string"
+        case {"type": list(kinds)}:
+            return "string" in kinds
+    return True
 
 
 def _value(text: str) -> Any:
     """A value as JSON, or as Python writes it, as some templates do; else the text."""
     for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return read(text)
     return text
 
@@ -158,12 +158,8 @@ def _call(match: re.Match[str], value: dict) -> dict:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    "".join(function.values()).encode()  # UnicodeEncodeError, a ValueError: half a character, which no reply can hold
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}  # nine, as Mistral's templates want
-
-
-def _json(schema: dict) -> str:
-    """A grammar's rule for JSON of this schema."""
-    return f"%json {json.dumps(schema | {'x-guidance': _SPACING})}"
 
 
 def _literal(text: str, special_ids: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import Constraint
 from ..kernels import ops
 from ..kernels.contract import NumericsError
-from ..model.exact import LMHead, LogprobRequest, eos_token_ids
+from ..model.exact import LMHead, LogprobRequest, compute_device, eos_token_ids
 from ..model.packing import kept_tokens
 from ..model.paged import group_size
 from ..model.routing import KEYWORD, RoutedExperts
@@ -69,7 +69,7 @@ def token_logprobs(
     # Also where nothing is predicted: under FSDP every rank must take part in every forward and backward.
     counts = [n - prompt for n, prompt in zip(lengths, prompts, strict=True)]
     batch = PackedBatch.of(model, rows, counts, routed_experts=routed_experts, note_experts=return_routed_experts)
-    rows_at_once = chunk or ops.backend(model.device).LOGIT_ROWS
+    rows_at_once = chunk or ops.backend(compute_device(model)).LOGIT_ROWS
     found, router_loss = batch.score(model, params, rows_at_once, forward, tokenizer, return_router_loss)
     spread = (values.new_zeros(len(batch.ids)).scatter(0, batch.index + 1, values) for values in found)
     shaped = ops.TokenLogprobs(*(_shaped(values, sequences, attention_mask, lengths) for values in spread))
@@ -142,11 +142,12 @@ class PackedBatch:
         ends = (torch.tensor(lengths).cumsum(0) - 1).tolist()
         index = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         group = group_size(model.config)
-        layout = ops.packed_layout(lengths, group, model.device, shared)
+        device = compute_device(model)
+        layout = ops.packed_layout(lengths, group, device, shared)
         routed = None
         if routed_experts is not None or note_experts:
             routed = RoutedExperts.of_batch(model, lengths, routed_experts, note_experts)
-        return cls(ids.to(model.device), counts, index.to(model.device), layout, routed)
+        return cls(ids.to(device), counts, index.to(device), layout, routed)
 
     def inputs(self) -> dict[str, Any]:
         """The keywords of an exact model's forward."""

@@ -81,11 +81,17 @@ class Replica(RolloutReplica):
 
 
 def adapter_of(model_config: Any) -> Any:
-    """Return the adapter that verl's trainer puts on its model: a `peft.LoraConfig`, a folder of PEFT's, or None."""
+    """Return the adapter that verl's trainer puts on its model: a `peft.LoraConfig`, a folder of PEFT's, or None.
+
+    Raises ValueError for a folder without a rank, which verl's trainer passes over.
+    """
+    path = model_config.lora_adapter_path
     if not model_config.lora_rank:
+        if path is not None:
+            raise ValueError("model.lora_adapter_path needs model.lora_rank, that of the adapter, or verl trains none")
         return None
-    if model_config.lora_adapter_path is not None:
-        return copy_to_local(model_config.lora_adapter_path, use_shm=model_config.use_shm)
+    if path is not None:
+        return copy_to_local(path, use_shm=model_config.use_shm)
     places = {name: convert_to_regular_types(model_config[name]) for name in ("target_modules", "exclude_modules")}
     return LoraConfig(r=model_config.lora_rank, lora_alpha=model_config.lora_alpha, **places)
 
@@ -105,8 +111,8 @@ class Server:
         self.max_tokens = self.config.prompt_length + self.config.response_length  # of a whole sequence
         settings = {name: getattr(self.config, name) for name in SAME_NAMES.split()}
         settings |= {"device": device, "max_model_len": self.config.max_model_len or self.max_tokens}
-        settings |= {"adapter": adapter, "adapter_dtype": self.config.dtype}  # FSDP2 casts the adapter, too
         settings |= self.config.engine_kwargs.get(limits.NAME) or {}
+        settings |= {"adapter": adapter, "adapter_dtype": settings["dtype"]}  # FSDP2 casts the adapter, too
         self.llm = LLM(model_path, skip_tokenizer_init=True, **settings)
         self.engine = AsyncEngine(self.llm)  # without limits: verl sends a whole batch at once
         self.global_steps: int | None = None  # verl's name for the weights in force
@@ -172,16 +178,15 @@ class Server:
         prompt = [int(token) for token in prompt_ids]
         request = GenerateRequest(prompt, self._params(prompt, dict(sampling_params), request_id))
         generation = await self.engine.submit([request], f"{request_id}#{uuid.uuid4().hex}")  # verl may repeat an id
-        (output,) = await generation.final()
-        return self._token_output(output)
+        return self._token_output(*await generation.final())
 
     def _params(self, prompt: list[int], given: dict[str, Any], request_id: str) -> SamplingParams:
         given.pop("logprobs", None)  # they are always there
         if given.pop("repetition_penalty", 1.0) != 1.0:
             raise ValueError("repetition_penalty must be 1.0: verl's trainer scores with the temperature alone")
-        wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
-        if wanted is None:  # a prompt of several turns may be longer than `prompt_length`
-            wanted = min(self.config.response_length, self.max_tokens - len(prompt))
+        # A prompt of several turns may be longer than `prompt_length`.
+        room = min(self.config.response_length, self.max_tokens - len(prompt))
+        wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None) or room
         own = {"ignore_eos": self.config.ignore_eos, "seed": self._seed(prompt, request_id)}
         fixed: dict[str, Any] = {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
         return SamplingParams(max_tokens=max(1, wanted), **(own | given), **fixed)  # or as many as there is room for

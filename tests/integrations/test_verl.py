@@ -252,7 +252,7 @@ def test_the_base_below_an_adapter_is_no_policy_to_compare(trainer, model_path):
     assert not torch.equal(
         policy["model_output"]["log_probs"].values(), reference["model_output"]["log_probs"].values()
     )
-    with trainer.disable_adapter(), pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), trainer.disable_adapter():
         raise ZeroDivisionError
     batch["rollout_log_probs"].values()[0] = -1.0
     with pytest.raises(NumericsError, match="1 of 4 tokens"):  # compared again

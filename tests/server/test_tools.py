@@ -3,6 +3,8 @@
 import functools
 import json
 import pathlib
+import random
+import time
 
 import numpy as np
 import pytest
@@ -106,8 +108,11 @@ SCHEMAS = {
     "number": {"type": ["number", "null"]},
     "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
     "list": {"$ref": "#/$defs/list"},
-    "unit": {"enum": ["C", "F"]},
+    "unit": {"$ref": "#/$defs/unit"},
     "free": {},
+    "three": {"const": 3},
+    "all": {"allOf": [{"type": "integer"}, {"minimum": 1}]},
+    "odd": {"enum": 5, "anyOf": None, "type": None},
 }
 CONVERT = {
     "type": "function",
@@ -117,20 +122,24 @@ CONVERT = {
             "type": "object",
             "properties": SCHEMAS,
             "required": ["text", "unit", "list"],
-            "$defs": {"list": {"type": "array", "items": {"type": "integer"}, "minItems": 1}},
+            "$defs": {"list": {"type": "array", "items": {"type": "integer"}}, "unit": {"enum": ["1", "2"]}},
         },
     },
 }
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.tags])
+TAGGED = [name for name, form in FORMATS.items() if form.tags]
+
+
+@pytest.mark.parametrize("name", TAGGED)
 def test_tags_hold_what_the_tools_schema_says(name):
     form = FORMATS[name]
     before, after = form.tags
 
     def write(**values):
         tags = "".join(before.replace("{key}", key) + value + after for key, value in values.items())
-        return form.before.replace("{name}", "convert") + tags + form.after
+        opening, _, _ = WRITTEN[name, "one"].partition(before.partition("{key}")[0] + "a")
+        return opening.replace("add", "convert") + tags + form.after
 
     def read(tools, **values):
         _, (call,) = form.parse(write(**values), tools)
@@ -141,43 +150,71 @@ def test_tags_hold_what_the_tools_schema_says(name):
         "number": "7.5",
         "either": "None",
         "list": "[1, 2]",
-        "unit": "F",
+        "unit": "1",
         "free": "7",
+        "three": "3",
+        "all": "4",
+        "odd": "5",
         "other": "x > 1",
     }
     assert read([{"type": "custom"}, CONVERT], **given) == {
-        "text": "75", "number": 7.5, "either": None, "list": [1, 2], "unit": "F", "free": "7", "other": "x > 1",
+        "text": "75", "number": 7.5, "either": None, "list": [1, 2], "unit": "1", "free": "7", "three": 3, "all": 4,
+        "odd": "5", "other": "x > 1",
     }  # fmt: skip
-    assert read([CONVERT], number="many", text="two\nlines") == {"number": "many", "text": "two\nlines"}
+    code = "  def f():\n    return 1\n\n"
+    assert read([CONVERT], number="many", text=code) == {"number": "many", "text": code}
     assert read([], number="7") == {"number": "7"}  # of an unknown tool nothing is known
     unfinished = write(text="a")[: -len(form.after)]
     assert form.parse(unfinished, [CONVERT]) == (unfinished, [])
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.tags])
-def test_forced_tags_follow_the_tools_schema(name, tmp_path):
-    add_tokenizer(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    form = FORMATS[name]
-    before, after = form.tags
-    structure = form.forced([CONVERT], {})
+@pytest.mark.parametrize("name", TAGGED)
+def test_calls_as_tags_are_not_forced(name):
+    with pytest.raises(ValueError, match="leave tool_choice at auto"):
+        FORMATS[name].forced([CONVERT], {})
 
-    def accepts(**values):
-        tags = "".join(before.replace("{key}", key) + value + after for key, value in values.items())
-        constraint = Constraint(structure, tokenizer, 1001, [2])
-        try:
-            for token in tokenizer.encode(form.before.replace("{name}", "convert") + tags + form.after):
-                constraint.advance(token)
-        except ValueError:
-            return False
-        return 2 in np.unpackbits(constraint.mask.view(np.uint8), bitorder="little").nonzero()[0]
 
-    assert accepts(text="any > text", number="7.5", either="null", list="[1, 2]", unit="F", free="x")
-    assert accepts(text="", list="[1]", unit="C")
-    assert not accepts(text="a", list="[1]")  # unit is required
-    assert not accepts(text="a", list="[]", unit="C")
-    assert not accepts(text="a", list="[1]", unit="K")
-    assert not accepts(text="a", number="x", list="[1]", unit="C")
+HOSTILE = [
+    "<tool_call>\n<function=add>\n<parameter=k>\n" + "\n" * 50_000,
+    "<tool_call>add\n<arg_key>k</arg_key>" + "\n" * 50_000,
+    " " * 50_000 + "x",
+    "; " * 50_000,
+    '<tool_call>{"name": "add", "arguments": ' + "[" * 5_000,
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',
+    "<tool_call>[] and more",
+    '[TOOL_CALLS][] {"',
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_no_client_could_read_stays_text_and_takes_no_time(name):
+    start = time.perf_counter()
+    for text in HOSTILE:
+        assert FORMATS[name].parse(text, [CONVERT]) == (text, [])
+    assert time.perf_counter() - start < 1.0
+
+
+def test_deep_values_in_tags_stay_text():
+    form = FORMATS["qwen3_coder"]
+    for value in ("[" * 20_000, "-" * 3_000 + "1"):
+        text = f"<tool_call>\n<function=convert>\n<parameter=list>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        _, (call,) = form.parse(text, [CONVERT])
+        assert json.loads(call["function"]["arguments"]) == {"list": value}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stream_never_tells_what_a_call_claims_later(name):
+    marks = [WRITTEN[name, "one"], WRITTEN[name, "two"], "a", " ", "\n", "; ", "<tool_call>", '{"name": "add"', "[]"]
+    marks += ['<invoke name="add">\n</invoke>', '{"name": "add", "parameters": {}}', "[TOOL_CALLS]", "Hello"]
+    rng = random.Random(name)
+    found = 0
+    for _ in range(300):
+        text = "".join(rng.choices(marks, k=rng.randint(1, 5)))
+        before, calls = FORMATS[name].parse(text, TOOLS)
+        found += len(calls)
+        for end in range(len(text)):
+            assert len(text[: FORMATS[name].visible(text[:end])].rstrip()) <= len(before)
+    assert found > 30
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -198,7 +235,7 @@ def test_a_call_in_the_arguments_of_a_call_is_no_call():
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"text": inner}]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in TAGGED])
 def test_a_forced_call_allows_what_the_parser_finds_and_nothing_else(name, tmp_path):
     add_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
