@@ -67,7 +67,8 @@ def test_abort_right_after_the_siblings_started_leaves_no_copy_that_hurts(shared
 
 def test_abort_of_a_request_that_waits_or_never_was(shared, checkpoint):
     llm = shared(checkpoint("llama"), max_num_seqs=1)
-    first, second = (llm.add_request(PROMPT, SamplingParams(max_tokens=5)) for _ in range(2))
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    first, second = (llm.add_request(PROMPT, params) for _ in range(2))
     llm.step()
     assert llm.abort(second)
     assert not llm.abort("nobody")

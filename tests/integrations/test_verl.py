@@ -480,8 +480,10 @@ def test_the_rollouts_adapter_is_the_one_of_verls_settings(model_path, tmp_path)
     found = rollout.adapter_of(config)
     assert (found.r, found.lora_alpha, found.target_modules) == (4, 9, {"q_proj", "up_proj"})
     adapted_model(model_path).save_pretrained(tmp_path / "adapter")
-    config = HFModelConfig(**settings, lora_rank=5, lora_adapter_path=str(tmp_path / "adapter"))
-    assert rollout.adapter_of(config) == str(tmp_path / "adapter")
+    folder = {"lora_adapter_path": str(tmp_path / "adapter")}
+    assert rollout.adapter_of(HFModelConfig(**settings, **folder, lora_rank=5)) == str(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"needs model\.lora_rank"):
+        rollout.adapter_of(HFModelConfig(**settings, **folder))
 
 
 @pytest.mark.parametrize(
@@ -662,10 +664,11 @@ ADAPTER = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ten_steps_of_an_adapter_are_exact_and_repeat_as_bits(folder, ranks):
-    """Its reference is the base below it. The base is sent once, or read from the checkpoint."""
+    """Its reference is the base. That is sent once, or read from the checkpoint; shards may be offloaded."""
     kl = {"ranks": ranks, "actor_rollout_ref.actor.use_kl_loss": True}
     first = train(folder, f"adapter_{ranks}", steps=10, **ADAPTER, **kl)
     read = {"actor_rollout_ref.rollout.load_format": "safetensors"}
+    read["actor_rollout_ref.actor.fsdp_config.param_offload"] = True
     second = train(folder, f"adapter_again_{ranks}", steps=10, **ADAPTER, **kl, **read)
     assert_exact(first, 10)
     assert first[0]["actor/kl_loss"] == 0.0 < first[-1]["actor/kl_loss"]
@@ -771,10 +774,10 @@ def test_three_turns_of_an_agent_are_exact_and_find_their_prefix(folder):
 
 
 @pytest.mark.slow
-def test_partial_rollouts_are_exact_where_they_are_of_the_trainers_weights(folder):
-    steps = train(
-        folder, "async", steps=4, **{"trainer.v1.trainer_mode": "colocate_async", "data.max_response_length": 100}
-    )
+@pytest.mark.parametrize("adapter", [{}, ADAPTER], ids=["whole", "adapter"])
+def test_partial_rollouts_are_exact_where_they_are_of_the_trainers_weights(folder, adapter):
+    mode = {"trainer.v1.trainer_mode": "colocate_async", "data.max_response_length": 100}
+    steps = train(folder, f"async_{len(adapter)}", steps=4, **mode, **adapter)
     stale = [s["training/off_policy/trajectory_staleness_worst/max"] for s in steps]
     differs = [s["training/rollout_probs_diff_max"] != 0.0 for s in steps]
     assert len(steps) == 4

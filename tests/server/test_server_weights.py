@@ -73,6 +73,7 @@ def server(path):
     torch.set_num_threads(1)
     with Serving(path, transfer_timeout=4) as server:
         yield server
+        wait_for(lambda: server.engine.state.update is None, 20)  # a broadcast ends a moment after its sender has
         server.ok("/resume")
         server.idle()
     torch.set_num_threads(before)
