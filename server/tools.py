@@ -26,9 +26,9 @@ class ToolFormat:
     start: a regular expression for what comes before a call's JSON; where it has a group `name`, that is the tool's
     name and the JSON is its arguments alone. again: the same after a call, where it differs. held: a stream tells
     nothing from this string on; "" holds back whatever begins like a call. before, after: the text around the arguments
-    of a call that is forced, with `{name}` for the tool's. tags: the text before, with `{key}`, and after each
-    argument's value, where arguments are tags in place of JSON; `after` then ends them, and no call can be forced.
-    sign: a string that the family's templates contain.
+    of a call that is forced, with `{name}` for the tool's; without `before` none can be. tags: the text before, with
+    `{key}`, and after each argument's value, where arguments are tags in place of JSON; `after` then ends them. sign: a
+    string that the family's templates contain.
     """
 
     start: str
@@ -46,9 +46,9 @@ class ToolFormat:
         if not all(isinstance(text, str) for text in (self.held, self.before, self.after, *(self.tags or ()))):
             raise ValueError("held, before, after and tags are strings")
         if self.tags is not None and not (len(self.tags) == 2 and "{key}" in self.tags[0] and named and self.after):
-            raise ValueError(
-                "tags are two, the first with {key}; `start` then has a group `name`, and `after` some text"
-            )
+            raise ValueError("tags are two, one before with {key}; they need a group `name` in `start`, and `after`")
+        if self.tags and self.before:
+            raise ValueError("a call with tags can't be forced: leave out `before`")
 
     def parse(self, text: str, tools: Sequence[dict] = ()) -> tuple[str, list[dict]]:
         """Return the text before the calls, and the calls in OpenAI's form. Malformed calls stay text, all of it.
@@ -100,8 +100,8 @@ class ToolFormat:
 
     def forced(self, tools: Sequence[dict], special_ids: Mapping[str, int]) -> StructuredOutputsParams:
         """The grammar of a completion that calls one of these tools. special_ids: of the model's special tokens."""
-        if self.tags is not None:
-            raise ValueError("this model writes calls as tags, which can't be forced; leave tool_choice at auto")
+        if not self.before:
+            raise ValueError("the way in which this model writes calls can't be forced; leave tool_choice at auto")
         rules = []
         for tool in tools:
             function = tool["function"]

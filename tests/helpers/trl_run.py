@@ -94,7 +94,7 @@ def tool_loop(path, tool=double) -> dict:
 
 
 def parsing():
-    """While TRL reads calls from token ids: patch its parser."""
+    """Return a patch of the function by which TRL reads calls from token ids."""
 
     def parse(_, ids, **__):
         call = {"type": "function", "function": {"name": "double", "arguments": {"x": ids[0]}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -390,15 +391,10 @@ def test_a_version_of_trl_without_the_hooks_is_named(path, tmp_path, monkeypatch
 def test_a_tool_loop_of_several_turns_is_exact(path, tmp_path, options):
     calls = []
 
-    def double(x: int) -> int:
-        """
-        Double a number.
-
-        Args:
-            x: the number.
-        """
+    @functools.wraps(trl_run.double)
+    def double(x):
         calls.append(x)
-        return 2 * x
+        return trl_run.double(x)
 
     with trl_run.parsing():
         parts = trl_run.tool_loop(path, double)

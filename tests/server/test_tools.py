@@ -1,5 +1,6 @@
 """Tool calls: parsed from what the tested families' templates have models write, whole or piece by piece."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -286,6 +287,8 @@ def test_a_format_of_ones_own_is_a_file(tmp_path):
     (tmp_path / "own.json").write_text(json.dumps(form))
     own = tool_format(str(tmp_path / "own.json"), None)
     assert [c["function"] for c in own.parse('CALL {"name": "add", "arguments": {"a": 1, "b": true}}')[1]] == [ADD]
+    with pytest.raises(ValueError, match="can't be forced; leave tool_choice at auto"):
+        dataclasses.replace(own, before="").forced(TOOLS, {})
     for text, message in (("{", "own.json"), (json.dumps(form | {"start": "("}), "unterminated"), ("{}", "start")):
         (tmp_path / "own.json").write_text(text)
         with pytest.raises(ValueError, match=message):
