@@ -79,9 +79,11 @@ def _attend_share(
     group = heads // kv_heads
     most = max(QUERY_ROWS, group)
     qs = np.empty((most, dim), np.float32)
-    s = np.empty((most, BLOCK), np.float32)
+    scores = np.empty(most * BLOCK, np.float32)
+    s = scores.reshape(most, BLOCK)
     o = np.empty((most, width), np.float32)
-    m, l, largest = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.float32)
+    m, l = np.empty(most, np.float32), np.empty(most, np.float32)
+    largest, factors = np.empty(most, np.float32), np.empty(most, np.float32)
     at_q, at_s, at_o = qs.ctypes.data, s.ctypes.data, o.ctypes.data  # outside the loops: numba counts references
     like, size = k_cache[0, 0, 0, 0], k_cache.itemsize
     k_stride, v_stride = k_cache.strides[0], v_cache.strides[0]
@@ -104,23 +106,29 @@ def _attend_share(
             following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
             base = block * BLOCK
             keys, values, ahead = at_k + k_stride * number, at_v + v_stride * number, at_k + k_stride * following
-            for r in range(rows):
-                for j in range(BLOCK):
-                    s[r, j] = _ZERO
+            for j in range(rows * BLOCK):
+                scores[j] = _ZERO
             _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, rows, values)
-            for r in range(rows):  # by stages, so that rows overlap
-                for j in range(BLOCK):
-                    s[r, j] *= float32(scale)
-                low, high = _keys_seen(position + r // group, base, window)
-                _mask(s, r, low, high, _MASKED)
+            masked = base + BLOCK > position + 1 or (window > 0 and last - window + 1 > base)
+            for j in range(rows * BLOCK):  # by stages, so that rows overlap
+                scores[j] *= float32(scale)
+            for r in range(rows):
+                if masked:
+                    low, high = _keys_seen(position + r // group, base, window)
+                    _mask(s, r, low, high, _MASKED)
                 largest[r] = max(m[r], block_max(at_s + 4 * BLOCK * r))
             for r in range(rows):
+                top = largest[r]
                 for j in range(BLOCK):
-                    s[r, j] = exp(s[r, j] - largest[r])
+                    s[r, j] = exp(s[r, j] - top)
             for r in range(rows):
-                low, high = _keys_seen(position + r // group, base, window)
-                _mask(s, r, low, high, _ZERO)
-                factor = exp(m[r] - largest[r])  # for what came before
+                factors[r] = exp(m[r] - largest[r])  # for what came before
+            if masked:
+                for r in range(rows):
+                    low, high = _keys_seen(position + r // group, base, window)
+                    _mask(s, r, low, high, _ZERO)
+            for r in range(rows):
+                factor = factors[r]
                 m[r], l[r] = largest[r], fma(l[r], factor, block_sum(at_s + 4 * BLOCK * r))
                 if factor != _ONE:
                     for j in range(width):
