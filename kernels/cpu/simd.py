@@ -236,9 +236,9 @@ def _make_tile(vectors: int, stored: str, anew: bool):
         acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
         row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
         columns = [_load_vector(builder, builder.add(row_b, _I64(j * LANES * size_b)), stored) for j in range(vectors)]
-        for j in range(lines):  # to read, into L1
+        for j in range(lines):  # to read, into L2: L1 does not hold two blocks of b
             there = builder.add(line, builder.mul(gap, _I64(j)))
-            builder.call(prefetch, [builder.inttoptr(there, pointer), _I32(0), _I32(3), _I32(1)])
+            builder.call(prefetch, [builder.inttoptr(there, pointer), _I32(0), _I32(2), _I32(1)])
         next_line = builder.add(line, step)
         offset = builder.mul(k, _I64(4))
         after = []
