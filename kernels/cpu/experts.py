@@ -13,7 +13,7 @@ from ..backend import ExpertPlan
 from .copies import copy_rows, pack_panel, transpose
 from .elementwise import ACTIVATIONS, gated_products, widen_row
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
-from .linear import _panel_product, pack
+from .linear import pack, panel_product
 from .pages import new_memory
 from .simd import PANEL, fma, matmul_panel, narrow, widen
 
@@ -84,13 +84,6 @@ def _shares(ends, tiles, parts, fixed_cost):
 
 
 @inline
-def _clear_panel(p, out):
-    for r in range(out.shape[0]):
-        for j in range(p * PANEL, min((p + 1) * PANEL, out.shape[1])):
-            out[r, j] = float32(0.0)
-
-
-@inline
 def _packed_item(item, last_item, active, x, panels, out):
     """Compute the columns of `out` = x @ weight.T that are an item's.
 
@@ -98,9 +91,8 @@ def _packed_item(item, last_item, active, x, panels, out):
     """
     tiles = panels.shape[1]
     after = min(item + 1, last_item)
-    _clear_panel(item % tiles, out)
     following = panels[active[after // tiles], after % tiles]
-    _panel_product(x, panels[active[item // tiles], item % tiles], item % tiles, out, following)
+    panel_product(x, panels[active[item // tiles], item % tiles], item % tiles, x[0, :0], out, following)
 
 
 @inline
@@ -166,8 +158,7 @@ def _grouped(x, weight, ends, parts, out):
             e, p = active[item // tiles], item % tiles
             pack_panel(weight[e, p * PANEL : (p + 1) * PANEL], panel)
             first, last = ends[e - 1] if e else 0, ends[e]
-            _clear_panel(p, out[first:last])
-            _panel_product(x[first:last], panel, p, out[first:last], panel)
+            panel_product(x[first:last], panel, p, x[0, :0], out[first:last], panel)
 
 
 @inline

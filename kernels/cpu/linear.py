@@ -26,30 +26,25 @@ _ROWS = 64  # of a low-rank update's inner product, that a thread computes at a 
 
 
 @inline
-def _panel_product(x, panel, panel_index, out, following):
-    """Add a panel's products to `out`.
+def panel_product(x, panel, panel_index, bias, out, following):
+    """Compute a panel of bias + x @ weight.T.
 
     following: the panel that comes next, to fetch it meanwhile.
     """
     rows, depth = x.shape
-    features = out.shape[1]
     first = panel_index * PANEL
-    last = min(first + PANEL, features)
+    count = min(PANEL, out.shape[1] - first)
+    sums = np.zeros((rows, PANEL), np.float32)  # side by side: rows of `out` may lie in the same sets of a cache
+    if bias.size:
+        for r in range(rows):
+            for j in range(count):
+                sums[r, j] = widen(bias[first + j])
     source, address, like, ahead = x.ctypes.data, panel.ctypes.data, panel[0, 0], following.ctypes.data
-    if last - first == PANEL:
-        blocked_panel(source, depth, address, like, PANEL, depth, out.ctypes.data + 4 * first, features, rows, ahead)
-    else:  # the ragged last panel goes through a scratch of full width
-        scratch = np.zeros((rows, PANEL), np.float32)
-        scratch[:, : last - first] = out[:, first:last]
-        blocked_panel(source, depth, address, like, PANEL, depth, scratch.ctypes.data, PANEL, rows, ahead)
-        out[:, first:last] = scratch[:, : last - first]
-
-
-@inline
-def _start_panel(panel_index, bias, out):
-    for r in range(out.shape[0]):
-        for j in range(panel_index * PANEL, min((panel_index + 1) * PANEL, out.shape[1])):
-            out[r, j] = widen(bias[j]) if bias.size else float32(0.0)
+    blocked_panel(source, depth, address, like, PANEL, depth, sums.ctypes.data, PANEL, rows, ahead)
+    for r in range(rows):
+        part = out[r, first : first + count]
+        for j in range(count):
+            part[j] = sums[r, j]
 
 
 @inline
@@ -86,8 +81,7 @@ def _add_low_rank(inner, up, p, scale, like, out):
 @inline
 def _packed_product(x, panels, p, bias, out, inner, up, scale, like):
     """Compute panel p of bias + x @ weight.T, and of its low-rank update where there is one."""
-    _start_panel(p, bias, out)
-    _panel_product(x, panels[p], p, out, panels[min(p + 1, panels.shape[0] - 1)])
+    panel_product(x, panels[p], p, bias, out, panels[min(p + 1, panels.shape[0] - 1)])
     if up.shape[0]:
         _add_low_rank(inner, up, p, float32(scale), like, out)
 
@@ -144,8 +138,7 @@ def _packed_panel(weight, p):
 def _linear_unpacked(x, weight, bias, out):
     for p in prange((weight.shape[0] + PANEL - 1) // PANEL):
         panel = _packed_panel(weight, p)
-        _start_panel(p, bias, out)
-        _panel_product(x, panel, p, out, panel)
+        panel_product(x, panel, p, bias, out, panel)
 
 
 @parallel
