@@ -51,15 +51,41 @@ def _group_sum(weights, z, threshold, start, lanes):
     whole = stop - (stop - start) % 32
     for first in range(start, whole, 32):
         for lane in range(32):
-            lanes[lane] += float64(weights[first + lane]) if z[first + lane] >= threshold else 0.0
+            weight = float64(weights[first + lane])  # read also where it doesn't count, or the loop is no vector's
+            lanes[lane] += weight if z[first + lane] >= threshold else 0.0
     for lane in range(stop - whole):
         lanes[lane] += float64(weights[whole + lane]) if z[whole + lane] >= threshold else 0.0
+    return _fold(lanes)
+
+
+@inline
+def _fold(lanes):
     width = 16
     while width > 0:
         for lane in range(width):
             lanes[lane] += lanes[lane + width]
         width //= 2
     return lanes[0]
+
+
+@inline
+def _term(weight, z, most, threshold):
+    """Return what a token adds to the sum of weight * (z - most)."""
+    term = float64(weight) * (float64(z) - float64(most))
+    return term if z >= threshold and weight > 0.0 else 0.0
+
+
+@inline
+def _weighted_sum(weights, z, most, threshold, lanes):
+    """Return the sum of weight * (z - most) of the tokens with z >= threshold, by 32 interleaved chains."""
+    lanes[:] = 0.0
+    whole = z.size - z.size % 32
+    for first in range(0, whole, 32):
+        for lane in range(32):
+            lanes[lane] += _term(weights[first + lane], z[first + lane], most, threshold)
+    for j in range(whole, z.size):
+        lanes[j - whole] += _term(weights[j], z[j], most, threshold)
+    return _fold(lanes)
 
 
 @inline
@@ -274,10 +300,7 @@ def _sample(
                 token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, lanes)
         tokens[i] = token
         log_total = math.log(total)
-        mean = 0.0
-        for j in range(vocab):
-            if z[j] >= threshold and weights[j] > 0.0:
-                mean += float64(weights[j]) * (float64(z[j]) - float64(most))
+        mean = _weighted_sum(weights, z, most, threshold, lanes)
         log_sum_exp = float64(most) + log_total
         kept = token >= 0 and z[token] >= threshold
         logprob[i] = float64(z[token]) - log_sum_exp if kept else -np.inf
