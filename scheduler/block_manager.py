@@ -14,7 +14,7 @@ class BlockManager:
     """The record of which sequences own which KV block.
 
     free (ref_count 0)                         in use (ref_count > 0)
-    ├─ blank                                   ├─ private: the block that a sequence is writing
+    ├─ blank: taken first, the last one freed  ├─ private: the block that a sequence is writing
     └─ cached: full, found by its hash,        └─ published: full, found by its hash, shared, never written
        reused or evicted, oldest first
 
@@ -57,15 +57,22 @@ class BlockManager:
         return block
 
     def _drop(self, block: int) -> None:
-        """Remove an owner; the last one puts the block at the end of the eviction order."""
+        """Remove an owner; the last one makes the block free."""
         self.ref_count[block] -= 1
         if self.ref_count[block] == 0:
-            self.free_blocks[block] = None
+            self._order(block)
+
+    def _order(self, block: int) -> None:
+        """Put a free block at the end of the order of eviction, a blank one at its head: written memory is at hand."""
+        self.free_blocks[block] = None
+        self.free_blocks.move_to_end(block, last=self.hash_of[block] is not None)
 
     def _forget(self, block: int) -> None:
         if (digest := self.hash_of[block]) is not None:
             del self.block_of[digest]
             self.hash_of[block] = None
+            if self.ref_count[block] == 0:
+                self._order(block)
 
     def _new_block(self) -> int:
         block = next(iter(self.free_blocks))

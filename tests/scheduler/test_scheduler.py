@@ -511,6 +511,15 @@ def test_eviction_is_oldest_first_and_tails_before_the_heads_they_build_on():
     assert driver.blocks.match_prefix(Sequence(97, old, 1)) == 4, "the head went before the tail"
 
 
+def test_memory_that_was_written_is_written_again_before_other_memory():
+    driver = Driver(num_blocks=64)
+    for _ in range(3):  # e.g. steps of training, with new weights each
+        driver.add(tokens(1, 9), max_tokens=9, n=4)
+        driver.drain()
+        driver.blocks.reset_prefix_cache(driver.blocks.salt)
+    assert len({block for block, _ in driver.kv}) <= 2 + 4 * 3
+
+
 def test_a_hit_makes_a_prefix_young_again():
     driver = Driver(num_blocks=6)
     old, new = tokens(1, 9), tokens(2, 9)
