@@ -1,4 +1,7 @@
-"""One timed run of transformers' `generate`: one padded batch. usage: python run_hf.py JOB.json; see throughput.py."""
+"""One timed run of transformers' `generate`, a padded batch, after two tokens of each sample to warm up.
+
+usage: python run_hf.py JOB.json; see throughput.py.
+"""
 
 import json
 import pathlib

@@ -1,4 +1,7 @@
-"""One timed run of vLLM after a short warm-up. usage: VLLM_PYTHON run_vllm.py JOB.json; see throughput.py."""
+"""One timed run of vLLM, after two tokens of each sample to warm up.
+
+usage: VLLM_PYTHON run_vllm.py JOB.json; see throughput.py.
+"""
 
 import json
 import os
@@ -20,7 +23,8 @@ def main() -> None:
     prompts = [{"prompt_token_ids": p} for p in job["prompts"] for _ in range(job["n"])]
     lens = [m for m in job["output_lens"] for _ in range(job["n"])]
     params = [SamplingParams(temperature=1.0, max_tokens=m, ignore_eos=True, logprobs=0) for m in lens]
-    llm.generate(prompts[:2], params[:2], use_tqdm=False)
+    warm_up = SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, logprobs=0)
+    llm.generate(prompts, warm_up, use_tqdm=False)
     llm.reset_prefix_cache()
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 import torch
 import transformers
@@ -46,6 +47,17 @@ def commands(job: str, peers: list[str]) -> dict[str, list[str]]:
             sys.exit("set VLLM_PYTHON to the python of an environment with vLLM's CPU build")
         found["vLLM"] = [os.environ["VLLM_PYTHON"], str(HERE / "run_vllm.py"), job]
     return found
+
+
+def product_rate() -> float:
+    """Return the GFLOP/s of torch's fp32 product of two 1024 x 1024 matrices, which bounds what a CPU can show here."""
+    a, b = torch.randn(2, 1024, 1024)
+    seconds = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - begin)
+    return 2 * 1024**3 / statistics.median(seconds) / 1e9
 
 
 def measure(model: str, workload: str, dtype: str, peers: list[str], rounds: int) -> dict:
@@ -117,6 +129,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "fp32_gflops": round(product_rate()),
     }
     if args.out:
         pathlib.Path(args.out).write_text(json.dumps({"machine": machine, "results": results}, indent=1))

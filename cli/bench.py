@@ -36,7 +36,9 @@ def measure(
     turn: Callable[[], object] = lambda: None,
     **settings,
 ) -> dict:
-    """Time the engine: EOS ignored, T=1, log-probs on. A short warm-up, then `repeats` runs, prefix cache cleared.
+    """Time the engine: EOS ignored, T=1, log-probs on. Two tokens of each sample, to warm up, then `repeats` runs.
+
+    Each run starts with an empty prefix cache.
 
     turn: called before each run, to wait for others. settings: more of `EngineConfig`.
     """
@@ -53,7 +55,7 @@ def measure(
     prompts = [[min(t, ceiling) for t in p] for p in work["prompts"]]
     params = [SamplingParams(n=work["n"], max_tokens=m, ignore_eos=True) for m in work["output_lens"]]
     tokens = work["n"] * sum(work["output_lens"])
-    llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(n=work["n"], max_tokens=2, ignore_eos=True), use_tqdm=False)
     seconds = []
     for _ in tqdm(range(repeats), desc=f"{work['name']}, exact={exact}", unit="run", delay=2):
         llm.reset_prefix_cache()
