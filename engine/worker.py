@@ -85,8 +85,11 @@ class Worker:
     def info(self) -> WorkerInfo:
         """Describe the worker and the room that it has for KV. ValueError or MemoryError where it has none."""
         block_bytes = ModelRunner.block_bytes(self.model)
+        contract = contract_of(self.model) if self.config.exact else None
+        if contract is not None and self.config.adapter is not None:
+            contract = replace(contract, adapter=self.adapter, adapter_dtype=self.config.adapter_dtype)
         return WorkerInfo(
-            contract=replace(contract_of(self.model), adapter=self.adapter) if self.config.exact else None,
+            contract=contract,
             eos_token_ids=eos_token_ids(self.model.config, self.model.generation_config),
             table=self.store.table,
             weight_bytes=self.weight_bytes,

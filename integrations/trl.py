@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..engine import LLM, Engine, SamplingParams
-from ..model.adapter import adapter_state, is_adapted, load_adapter_config
+from ..model.adapter import is_adapted, load_adapter_config
 from ..model.checkpoint import resolve
 from ..model.exact import contract_of, exact_model, load_config
 from ..trainer.fsdp import together
@@ -241,15 +241,15 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         logger.warning("%s. Give model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2, for 16 bits", said)
     if isinstance(engine, str):
         engine = RemoteEngine(Client(engine), path)
+    contract = contract_of(model, dtype, dtype if mixed and accelerator.is_fsdp2 else None)
     if isinstance(engine, dict):
         own = {"model": path, "dtype": str(dtype).removeprefix("torch."), "device": str(accelerator.device)}
         if is_adapted(model):
-            kept = dtype if mixed and accelerator.is_fsdp2 else next(iter(adapter_state(model).values())).dtype
-            own |= {"adapter": load_adapter_config(model), "adapter_dtype": str(kept).removeprefix("torch.")}
+            own |= {"adapter": load_adapter_config(model), "adapter_dtype": contract.adapter_dtype}
         engine = LLM(**own | {"skip_tokenizer_init": not params.stop} | engine)
     llm = engine if isinstance(engine, LLM) else LLM(path, engine=engine)
     if llm.contract is not None:
-        llm.contract.check(contract_of(model, dtype))
+        llm.contract.check(contract)
     return llm
 
 

@@ -40,6 +40,7 @@ class Contract:
     transformers: str
     libm: str
     adapter: str = "none"
+    adapter_dtype: str = "none"
     version: int = 1
 
     @classmethod

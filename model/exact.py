@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
-from .adapter import adapt, cover, describe, is_adapted, placements
+from .adapter import adapt, adapter_state, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
 from .coverage import cover_rest
 from .experts import is_experts, use_exact_experts
@@ -268,16 +268,22 @@ def is_exact(model: nn.Module) -> bool:
     return any(isinstance(module, ExactLinear) and module.exact for module in model.modules())
 
 
-def contract_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Contract:
+def contract_of(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, adapter_dtype: torch.dtype | None = None
+) -> Contract:
     """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one.
 
-    dtype: that it computes in, where FSDP2 casts the parameters (`param_dtype`).
+    dtype: that it computes in, where FSDP2 casts the parameters (`param_dtype`), and adapter_dtype that of its adapter,
+    by default the same if the model is wrapped, else the adapter's own.
     """
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     parameter = next(model.parameters())
     contract = Contract.of(dtype or parameter.dtype, compute_device(model))
     if is_adapted(model):
-        contract = replace(contract, adapter=describe(placements(model)))
+        factor = next(iter(adapter_state(model).values()))
+        kept = adapter_dtype or (isinstance(factor, DTensor) and dtype) or factor.dtype
+        name = str(kept).removeprefix("torch.")
+        contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=name)
     return contract if linear.exact else replace(contract, linear="torch")
 
 

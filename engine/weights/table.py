@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels import ops
@@ -126,5 +127,5 @@ def check_contract(module: nn.Module, contract: Contract) -> None:
         )
     theirs = contract_of(module)  # type: ignore[arg-type]
     if theirs.dtype == "float32":
-        theirs = replace(theirs, dtype=contract.dtype)
+        theirs = contract_of(module, getattr(torch, contract.dtype))  # type: ignore[arg-type]
     contract.check(theirs)

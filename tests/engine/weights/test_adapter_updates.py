@@ -153,11 +153,18 @@ def test_sleep_drops_the_base_and_keeps_the_adapter(checkpoint):
 def test_a_trainer_that_casts_its_parameters_has_an_engine_that_rounds_them(checkpoint):
     path = checkpoint("llama")
     model = adapted_model(path, "bfloat16")
-    rounding, plain = (engine(path, dtype="bfloat16", adapter=model, adapter_dtype=d) for d in ("bfloat16", "float32"))
+    plain = engine(path, dtype="bfloat16", adapter=model)
+    rounding = engine(path, dtype="bfloat16", adapter=lora(), adapter_dtype="bfloat16")
+    rounding.update_weights(adapter_state(model).items())
     assert_bits(plain, model)
+    with pytest.raises(NumericsError, match="adapter_dtype: 'bfloat16' here, 'float32' there"):
+        rounding.update_weights(model)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.bfloat16()
     assert_bits(rounding, model)
     with pytest.raises(AssertionError):
         assert_bits(plain, model)
+    with pytest.raises(NumericsError, match="adapter_dtype"):
+        plain.update_weights(model)
+    assert rounding.update_weights(model) == 2
