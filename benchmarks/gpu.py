@@ -8,6 +8,7 @@ usage: python benchmarks/gpu.py [--only probes bits speed] [--part NAME ...] [--
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -51,6 +52,7 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("speed", "rates", 20),
     ("speed", "decode", 60),
     ("speed", "prefill", 40),
+    ("speed", "profile", 40),
     ("speed", "large batch", 60),
     ("speed", "training", 50),
     ("speed", "attention layer", 40),
@@ -58,7 +60,6 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("speed", "experts layer", 40),
     ("speed", "linears", 40),
     ("bits", "schedules", 120),
-    ("speed", "profile", 30),
     ("speed", "hf continuous batching", 60),
     ("speed", "workload", 60),
     ("bits", "two gpus", 90),
@@ -200,6 +201,7 @@ def main() -> None:
     args = arguments()
     if args.folder:
         part = next(p for p in parts(args) if p.name == args.part[0])
+        importlib.import_module("gpu_parts").load(part.group, args.device)  # while the part before this one runs
         return answer(part, pathlib.Path(args.folder))
     deadline = time.monotonic() + args.seconds
     result: dict[str, Any] = {"versions": {}, "probes": {}, "bits": {}, "speed": {}, "errors": {}, "skipped": {}}

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
 
+MODULES = {  # what the parts of a group need
+    "probes": ("gpu_attention", "gpu_bits", "gpu_probes"),
+    "bits": ("gpu_attention", "gpu_bits", "gpu_probes", "helpers.models", "helpers.schedules"),
+    "speed": ("gpu_speed",),
+}
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 
 
+def load(group: str, where: str) -> None:
+    """Import what a part of the group needs: on a cold machine this takes longer than most parts."""
+    sys.path.insert(0, str(TESTS))
+    if where == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    for name in ("transformers.models.qwen3.modeling_qwen3", *MODULES[group]):
+        importlib.import_module(name)
+
+
 def run(group: str, name: str, where: str, folder: str, tiny: bool, known: dict[str, Any]) -> Any:
-    """Return what the part finds. On a CPU kernels are interpreted, but for timings.
+    """Return what the part finds, once `load` was called. On a CPU kernels are interpreted, but for timings.
 
     known: what the parts before it found.
     """
-    sys.path.insert(0, str(TESTS))
     interpreting: Any = contextlib.nullcontext()
-    if where == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-        if group != "speed":
-            from helpers.interpreter import interpreted
+    if where == "cpu" and group != "speed":
+        from helpers.interpreter import interpreted
 
-            interpreting = interpreted()
+        interpreting = interpreted()
     import torch
 
     device = torch.device(where)

@@ -202,16 +202,25 @@ def shared_prompt(device: torch.device, path, samples: int, prompt: int, output:
     }  # fmt: skip
 
 
-def profile(device: torch.device, path, batch: int, context: int) -> list[dict[str, Any]]:
-    """The kernels of decode steps without a graph, by the GPU's time: where a step's time goes."""
-    runner = ModelRunner(exact_model(path, "bfloat16", device), 1, None)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        timed_step(runner, batch, context)
-    kernels = sorted(found.key_averages(), key=lambda each: -each.self_device_time_total)[:15]
-    total = sum(each.self_device_time_total for each in found.key_averages())
-    return [
-        {"kernel": each.key[:60], "calls": each.count, "share": each.self_device_time_total / total} for each in kernels
-    ]
+def profile(device: torch.device, path, steps: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """The kernels of steps without a graph, by the GPU's time: where a step's time goes.
+
+    steps: sequences, context, tokens of each.
+    """
+    runner, found = ModelRunner(exact_model(path, "bfloat16", device), 1, None), []
+    for seqs, context, tokens in steps:
+        note(f"{seqs} sequences, context {context}, {tokens} tokens")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            step = timed_step(runner, seqs, context, tokens)
+        kernels = sorted(seen.key_averages(), key=lambda each: -each.self_device_time_total)
+        total = sum(each.self_device_time_total for each in kernels)
+        found += [
+            {"step": f"{seqs} x {tokens} after {context}", "step_ms": step * 1e3, "kernel": each.key[:60],
+             "calls": each.count, "us_a_call": each.self_device_time_total / each.count,
+             "share": each.self_device_time_total / total}
+            for each in kernels[:15]
+        ]  # fmt: skip
+    return found
 
 
 def training(device: torch.device, path, count: int, length: int) -> dict[str, Any]:
@@ -387,7 +396,7 @@ def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Call
         ("experts layer", lambda known: gpu_experts.times(
             device, tiny, rate(known, "copy_bytes_s"), (seconds, graph_seconds))),
         ("linears", lambda _: linears(device, "1.7B", rows)),
-        ("profile", lambda _: profile(device, large(), 32, 1024)),
+        ("profile", lambda _: profile(device, large(), ((32, 1024, 1), (256, 1024, 1), (1, 0, 8192)))),
         ("hf continuous batching", lambda _: hf_continuous(device, small(), 64, 128)),
         ("workload", lambda _: workload(device, small(), tiny)),
         ("vllm", lambda _: vllm(device, small(), 64, 128)),

@@ -62,10 +62,9 @@ def answer(part: Part, folder: pathlib.Path) -> None:
     try:
         reply = {"found": part.run(json.loads(_path(folder, part.name, "known").read_text()))}
     except Exception as error:
-        traceback.print_exc()
         no_memory = "OutOfMemoryError" in type(error).__name__ or isinstance(error, MemoryError)
         kind = "out of memory" if no_memory else type(error).__name__
-        reply = {"kind": kind, "message": str(error)[-2000:]}
+        reply = {"kind": kind, "message": traceback.format_exc()[-4000:]}
     scratch = _path(folder, part.name, "reply.part")
     scratch.write_text(json.dumps(reply))
     scratch.rename(_path(folder, part.name, "reply"))
