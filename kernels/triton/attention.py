@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import has_copy_engine, launch, multiprocessors
+from .launch import await_inputs, has_copy_engine, launch, multiprocessors
 from .linear import scratch
 from .work import LARGE_ROWS, SMALL_ROWS
 
@@ -42,35 +42,65 @@ def _merge(m, l, o, m_new, l_new, o_new):
 
 
 @triton.jit
-def _segment(
-    q, k_cache, v_cache, block_table, head, kv_heads, here, last, begin, end, scale, window,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
+def _join(
+    m, l, o, q, k_cache, v_cache, number, position, head, kv_heads, here, last, scale, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial softmax of rows at positions `here` over key blocks [begin, end). l has 16 equal columns."""
+    """Join a block of keys, at positions `position`, to a partial softmax; without MASKED every row sees all of it."""
     d, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     inside = d < DIM
     ones = tl.full((BLOCK, 16), 1.0, tl.float32).to(v_cache.dtype.element_ty)
-    m = tl.full((BLOCK_M,), _MASKED, tl.float32)
-    l = tl.zeros((BLOCK_M, 16), tl.float32)
-    o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        number = tl.load(block_table + block).to(tl.int64)
-        place = ((number * kv_heads + head) * BLOCK + keys)[:, None] * DIM + d[None, :]
-        position = block * BLOCK + keys
-        k = tl.load(k_cache + place, mask=inside[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    place = ((number * kv_heads + head) * BLOCK + keys)[:, None] * DIM + d[None, :]
+    k = tl.load(k_cache + place, mask=inside[None, :], other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
         seen = position[None, :] <= here[:, None]
         if WINDOWED:
             seen = seen & (position[None, :] > here[:, None] - window)
         s = tl.where(seen, s, _MASKED)
-        most = tl.maximum(m, tl.max(s, 1))
-        weights = tl.where(seen, tl.exp2(s - most[:, None]), 0.0).to(v_cache.dtype.element_ty)
-        factor = tl.exp2(m - most)
+    most = tl.maximum(m, tl.max(s, 1))
+    weights = tl.exp2(s - most[:, None])
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
         v = tl.load(v_cache + place, mask=inside[None, :] & (position <= last)[:, None], other=0.0)
-        l = tl.dot(weights, ones, l * factor[:, None], input_precision="ieee")
-        o = tl.dot(weights, v, o * factor[:, None], input_precision="ieee")
-        m = most
+    else:
+        v = tl.load(v_cache + place, mask=inside[None, :], other=0.0)
+    weights = weights.to(v_cache.dtype.element_ty)
+    factor = tl.exp2(m - most)
+    l = tl.dot(weights, ones, l * factor[:, None], input_precision="ieee")
+    o = tl.dot(weights, v, o * factor[:, None], input_precision="ieee")
+    return most, l, o
+
+
+@triton.jit
+def _segment(
+    q, k_cache, v_cache, block_table, head, kv_heads, here, earliest, last, begin, end, scale, window,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, LARGE: tl.constexpr,
+):  # fmt: skip
+    """Return the partial softmax of rows at positions `here` over key blocks [begin, end). l has 16 equal columns.
+
+    LARGE: blocks before all of the rows are walked first, without masks.
+    """
+    keys = tl.arange(0, BLOCK)
+    m = tl.full((BLOCK_M,), _MASKED, tl.float32)
+    l = tl.zeros((BLOCK_M, 16), tl.float32)
+    o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    masked = begin
+    if LARGE and not WINDOWED:
+        masked = tl.minimum(tl.maximum((earliest + 1) // BLOCK, begin), end)
+        for block in tl.range(begin, masked, num_stages=STAGES):
+            number = tl.load(block_table + block).to(tl.int64)
+            m, l, o = _join(
+                m, l, o, q, k_cache, v_cache, number, block * BLOCK + keys, head, kv_heads, here, last, scale, window,
+                DIM, BLOCK_D, BLOCK, WINDOWED, False,
+            )  # fmt: skip
+    for block in tl.range(masked, end, num_stages=STAGES):
+        number = tl.load(block_table + block).to(tl.int64)
+        m, l, o = _join(
+            m, l, o, q, k_cache, v_cache, number, block * BLOCK + keys, head, kv_heads, here, last, scale, window,
+            DIM, BLOCK_D, BLOCK, WINDOWED, True,
+        )  # fmt: skip
     return m, tl.max(l, 1), o
 
 
@@ -90,13 +120,14 @@ def _attention(
     q, k_cache, v_cache, items, positions, block_tables, block_table_starts, out, lse, parts,
     stride_t, stride_h, heads, kv_heads, segments, scale, window,
     SPLIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
+    PER_SEGMENT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, LARGE: tl.constexpr,
 ):  # fmt: skip
     """Attend with an item's rows; SPLIT: write each segment's partial softmax to parts [rows, segments, BLOCK_D + 2].
 
     An item is (first token, tokens, sequence, shared, place): see `work_items`. Without SPLIT a program walks all
     segments, and others take the item's rows from BLOCK_M on.
     """
+    await_inputs()
     head, item = tl.program_id(1), items + 5 * tl.program_id(0)
     first, count, shared = tl.load(item), tl.load(item + 1), tl.load(item + 3)
     block_table = block_tables + tl.load(block_table_starts + tl.load(item + 2))
@@ -122,8 +153,8 @@ def _attention(
         for segment in range(lowest + tl.program_id(2), highest, tl.num_programs(2)):
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m, l, o = _segment(
-                queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
-                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED,
+                queries, k_cache, v_cache, block_table, head, kv_heads, here, earliest, last, low, high, scale, window,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED, LARGE,
             )  # fmt: skip
             place = parts + (row + segment) * (BLOCK_D + 2)
             tl.store(place[:, None] + d[None, :], o, mask=row_mask[:, None])
@@ -136,8 +167,8 @@ def _attention(
         for segment in range(begin // PER_SEGMENT, tl.cdiv(end, PER_SEGMENT)):
             low, high = tl.maximum(begin, segment * PER_SEGMENT), tl.minimum(end, (segment + 1) * PER_SEGMENT)
             m_new, l_new, o_new = _segment(
-                queries, k_cache, v_cache, block_table, head, kv_heads, here, last, low, high, scale, window,
-                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED,
+                queries, k_cache, v_cache, block_table, head, kv_heads, here, earliest, last, low, high, scale, window,
+                DIM, BLOCK_D, BLOCK_M, BLOCK, STAGES, WINDOWED, LARGE,
             )  # fmt: skip
             m, l, o = _merge(m, l, o, m_new, l_new, o_new)
         _store(out, lse, token, h, row_mask, m, l, o, heads, DIM, BLOCK_D)
@@ -150,6 +181,7 @@ def _merge_segments(
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Merge one row's segments, ascending. rows: of an item, for each KV head."""
+    await_inputs()
     item, head, row = items + 5 * tl.program_id(0), tl.program_id(1) // rows, tl.program_id(1) % rows
     first, count, place = tl.load(item), tl.load(item + 1), tl.load(item + 4)
     group = heads // kv_heads
@@ -184,6 +216,7 @@ def _write_kv(
     k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, kv_heads,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -284,15 +317,15 @@ def attention(
 def _small(q: torch.Tensor, width: int) -> dict[str, Any]:
     """Return the schedule of small tiles. From 5 stages on there are two buffers of keys and values; fewer have one."""
     if q.element_size() == 4:
-        return dict(BLOCK_M=SMALL_ROWS, STAGES=2, num_warps=8 if width > 64 else 4)
-    return dict(BLOCK_M=SMALL_ROWS, STAGES=5, num_warps=4)
+        return dict(BLOCK_M=SMALL_ROWS, STAGES=2, LARGE=False, num_warps=8 if width > 64 else 4)
+    return dict(BLOCK_M=SMALL_ROWS, STAGES=5, LARGE=False, num_warps=4)
 
 
 def _large(q: torch.Tensor, width: int, group: int) -> dict[str, Any]:
     """Return the schedule of large tiles: with wgmma each of two warp groups has its own rows; others would spill."""
     rows = triton.next_power_of_2(group)
     if q.element_size() == 4:
-        return dict(BLOCK_M=max(64, rows), STAGES=1, num_warps=16 if width > 64 else 8)
+        return dict(BLOCK_M=max(64, rows), STAGES=1, LARGE=True, num_warps=16 if width > 64 else 8)
     if has_copy_engine(q.device):
-        return dict(BLOCK_M=max(LARGE_ROWS, rows), STAGES=5, num_warps=8)
-    return dict(BLOCK_M=max(64, rows), STAGES=2, num_warps=8 if width > 64 or rows > 64 else 4)
+        return dict(BLOCK_M=max(LARGE_ROWS, rows), STAGES=5, LARGE=True, num_warps=8)
+    return dict(BLOCK_M=max(64, rows), STAGES=2, LARGE=True, num_warps=8 if width > 64 or rows > 64 else 4)

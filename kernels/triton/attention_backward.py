@@ -18,7 +18,7 @@ import triton.language as tl
 from ..backend import NumericsError
 from ..layout import to_device
 from .attention import padded_width
-from .launch import launch, shared_memory
+from .launch import await_inputs, launch, shared_memory
 from .library_backward import candidate
 
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of `gradient_error`
@@ -65,6 +65,7 @@ def _grad_q(
 
     tiles [n, 3]: first token, the sequence's first and end.
     """
+    await_inputs()
     tile, h = tl.program_id(0), tl.program_id(1)
     first, start, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     kv_head = h // (heads // kv_heads)
@@ -97,6 +98,7 @@ def _grad_kv(
 
     Scores are [keys, queries], so that nothing is transposed in registers: compilers were wrong there (Triton 11366).
     """
+    await_inputs()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 2)
     group = heads // kv_heads

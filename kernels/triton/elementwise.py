@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import aligned, launch
+from .launch import aligned, await_inputs, launch
 
 ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_pytorch_tanh")
 _TILE = 1024
@@ -25,6 +25,7 @@ def norm_scale(values, width, eps):
 
 @triton.jit
 def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     mask = j < width
@@ -72,6 +73,7 @@ def _rms_norm_backward(
     grad, x, weight, rstd, grad_x, parts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write the gradients of ROWS rows, and their sum of the weight's gradient to `parts`."""
+    await_inputs()
     program = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     mask = j < width
@@ -128,6 +130,7 @@ def activated(x, up, KIND: tl.constexpr):
 
 @triton.jit
 def _gated(gate, up, out, size, KIND: tl.constexpr, TILE: tl.constexpr):
+    await_inputs()
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < size
     x = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
@@ -137,6 +140,7 @@ def _gated(gate, up, out, size, KIND: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _gated_halves(both, out, size, width, KIND: tl.constexpr, TILE: tl.constexpr):
+    await_inputs()
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < size
     place = i + i // width * width  # of the gate; its up is a width further
@@ -147,6 +151,7 @@ def _gated_halves(both, out, size, width, KIND: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _gated_backward(grad, gate, up, grad_gate, grad_up, size, KIND: tl.constexpr, TILE: tl.constexpr):
+    await_inputs()
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < size
     upstream = tl.load(grad + i, mask=mask, other=0.0).to(tl.float32)

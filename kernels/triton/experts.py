@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..backend import ExpertPlan
 from .elementwise import gated_halves
-from .launch import launch
+from .launch import await_inputs, launch
 from .linear import BLOCK_K, _load_tile
 from .schedules import Tile
 
@@ -56,6 +56,7 @@ def _grouped(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows with their experts' weights; GATHER: row i of x is that of the token of pair i."""
+    await_inputs()
     expert, place = _expert_of(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if expert < experts:
         first, last = _rows_of(ends, expert, experts)
@@ -84,6 +85,7 @@ def _grouped_outer(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sum x[row].T @ y[row] over each expert's rows, ascending; x [P, width], y [P, depth]."""
+    await_inputs()
     expert = tl.program_id(0)
     first, last = _rows_of(ends, expert, experts)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -101,6 +103,7 @@ def _grouped_outer(
 
 @triton.jit
 def _combine(y, weights, pairs, places, out, slots, width, BLOCK: tl.constexpr):
+    await_inputs()
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -12,11 +12,12 @@ import triton.language as tl
 
 from ..backend import UNARY
 from .elementwise import one_row
-from .launch import aligned, launch
+from .launch import aligned, await_inputs, launch
 
 
 @triton.jit
 def _softmax(x, out, width, BLOCK: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     values = tl.load(x + row * width + j, mask=j < width, other=float("-inf")).to(tl.float32)
@@ -26,6 +27,7 @@ def _softmax(x, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row_sums(x, out, width, divisor, BLOCK: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     values = tl.load(x + row * width + j, mask=j < width, other=0.0).to(tl.float64)
@@ -34,6 +36,7 @@ def _row_sums(x, out, width, divisor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _top_k(x, ids, width, k, BLOCK: tl.constexpr):
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     values = tl.load(x + row * width + j, mask=j < width, other=float("-inf")).to(tl.float32)

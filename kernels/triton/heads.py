@@ -13,7 +13,7 @@ from ..backend import HeadNorms
 from ..layout import PagedLayout
 from .attention import BLOCK, cache_row, rows_dense
 from .elementwise import norm_scale, one_row
-from .launch import aligned, launch
+from .launch import aligned, await_inputs, launch
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -26,6 +26,7 @@ def _place_heads(
 
     The pairs that are turned are half a head apart: each number loads its partner, too, and norms it.
     """
+    await_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, weight, eps = q + token * stride_q + head * width, q_weight, q_eps
     if head >= heads:

@@ -1,4 +1,9 @@
-"""How every kernel is launched: with the compiler settings that are part of the contract."""
+"""How every kernel is launched: with the compiler settings that are part of the contract, and early.
+
+From compute capability 9.0 on launches are dependent ones (CUDA's programmatic dependent launch): the programs of a
+kernel are set up while the kernel before it still runs, and wait in their first statement, `await_inputs`, until it is
+complete. Since that is every kernel's first statement, all that came before the one before is complete, too.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,36 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
+from triton.language.extra import cuda
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = knobs.runtime.interpret  # kernels run in Python, on CPU tensors: for tests
+DEPENDENT = True  # launch early where the GPU can
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def await_inputs():
+    """Wait until the launch before is complete, then let the next one set its programs up. Nothing else comes first."""
+    if not _INTERPRETED:
+        if cuda_capability_geq(9, 0):
+            cuda.gdc_wait()
+            cuda.gdc_launch_dependents()
+
+
+def settings(device: torch.device) -> dict[str, bool]:
+    """Return the compiler's and the launcher's settings.
+
+    a * b + c is not fused: whether it is may depend on schedule and version.
+    """
+    return {"enable_fp_fusion": False, "launch_pdl": DEPENDENT and has_copy_engine(device)}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a kernel without fusing a * b + c: whether the compiler fuses may depend on schedule and version."""
+    """Launch a kernel, unless its grid is empty."""
     if 0 in grid:
         return
     if INTERPRETED:
@@ -20,8 +48,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel[grid](*args, **options)
         return
     device = next(a for a in args if isinstance(a, torch.Tensor)).device
+    if device.index == torch.cuda.current_device():  # the guard takes as long as a small kernel
+        kernel[grid](*args, **settings(device), **options)
+        return
     with torch.cuda.device(device):
-        kernel[grid](*args, enable_fp_fusion=False, **options)
+        kernel[grid](*args, **settings(device), **options)
 
 
 @cache

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import library_products
 from .elementwise import ACTIVATIONS, activated, gated_activation
-from .launch import current_stream, has_copy_engine, launch, multiprocessors
+from .launch import await_inputs, current_stream, has_copy_engine, launch, multiprocessors
 from .schedules import Tile, linear_tile
 
 _T = TypeVar("_T")
@@ -63,6 +64,7 @@ def _linear(
     ACTIVATION: of two weights of n0 features, a gate's and its up's, write activation(gate) * up; -1: of none. A tile
     has the columns of both then, in turn: a thread has a gate beside its up.
     """
+    await_inputs()
     gated: tl.constexpr = ACTIVATION >= 0
     wide: tl.constexpr = BLOCK_N // 2 if gated else BLOCK_N  # features of a tile
     program = tl.program_id(0)
@@ -149,6 +151,7 @@ def _linear_persistent(
 
     A program computes one tile after the other and copies for the next while it writes the last.
     """
+    await_inputs()
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=not CHUNKED):
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
@@ -216,7 +219,7 @@ def _tile(x: torch.Tensor, features: int, out_dtype: torch.dtype) -> Tile:
     tile = linear_tile(x.device, x.dtype, x.shape[0], features)
     wide = out_dtype == torch.float32 and x.element_size() == 2
     if wide and tile.block_m * tile.block_n >= 64 * 128 and has_copy_engine(x.device):
-        return Tile(128, 128, 3, 8, split=False, tma=True)
+        return Tile(128, 128, 3, 8, split=False, tma=True, library=tile.library)
     return tile
 
 
@@ -294,16 +297,36 @@ def products(
     parts = [_Product.of(x, w.contiguous(), b, out_dtype) for w, b in zip(weights, biases, strict=True)]
     if x.shape[0] > 0:
         tile = tile or _tile(x, sum(part.features for part in parts), out_dtype)
-        if tile.tma and _fills(x, parts, tile):
-            for part in parts:
-                _launch_persistent(x, part, tile)
-        else:
-            tile = replace(tile, block_n=min(tile.block_n, 128), tma=False) if tile.tma else tile
-            whole, chunked = ([part for part in parts if (part.chunks > 1) == many] for many in (False, True))
-            for group in [parts] if tile.split else [whole, chunked]:
-                if group:
-                    _launch(x, group, tile)
+        left = [part for part in parts if not (tile.library and _by_library(x, part, tile))]
+        if left:
+            _by_kernels(x, left, tile)
     return [part.out for part in parts]
+
+
+def _by_library(x: torch.Tensor, part: _Product, tile: Tile) -> bool:
+    """Compute a product, most of its rows by cuBLAS; return False, with nothing done, where it does not serve."""
+    if part.bias is not None or part.chunks > 1:
+        return False
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        _by_kernels(x, [part._replace(weight=weight, out=out)], tile)
+
+    done = library_products.serve(x, part.weight, part.out, ours)
+    if 0 < done < x.shape[0]:
+        ours(x[done:], part.weight, part.out[done:])
+    return done > 0
+
+
+def _by_kernels(x: torch.Tensor, parts: list[_Product], tile: Tile) -> None:
+    if tile.tma and _fills(x, parts, tile):
+        for part in parts:
+            _launch_persistent(x, part, tile)
+        return
+    tile = replace(tile, block_n=min(tile.block_n, 128), tma=False) if tile.tma else tile
+    whole, chunked = ([part for part in parts if (part.chunks > 1) == many] for many in (False, True))
+    for group in [parts] if tile.split else [whole, chunked]:
+        if group:
+            _launch(x, group, tile)
 
 
 def gated_products(
@@ -316,13 +339,14 @@ def gated_products(
 ) -> torch.Tensor:
     """Return activation(gate) * up of the `products`, gate and up, of two weights: in one launch, to the same bits.
 
-    Both are rounded to `out_dtype` before. Persistent tiles, which have no columns to pair, and large ones that split,
-    which would need registers of another program, leave it to launches of their own.
+    Both are rounded to `out_dtype` before. cuBLAS, persistent tiles, which have no columns to pair, and large ones that
+    split, which would need registers of another program, leave it to launches of their own.
     """
     features, depth = weights[0].shape
     tile = tile or linear_tile(x.device, x.dtype, x.shape[0], 2 * features)
     splits = tile.split and chunks(depth, features) > 1
-    if tile.tma or (splits and tile.block_m * tile.block_n > 64 * 64):
+    by_library = tile.library and x.shape[0] >= library_products.BLOCKS[-1]
+    if tile.tma or by_library or (splits and tile.block_m * tile.block_n > 64 * 64):
         of_gate, of_up = products(x, weights, biases, out_dtype, tile)
         return gated_activation(of_gate, of_up, activation)
     x = x if x.stride(-1) == 1 else x.contiguous()

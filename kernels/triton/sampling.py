@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..backend import Sampled, Scores
 from ..layout import to_device
-from .launch import aligned, launch
+from .launch import aligned, await_inputs, launch
 from .linear import scratch
 
 _PART = 4096
@@ -75,6 +75,7 @@ def _largest(peaks, parts, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["masks"])
 def _peaks(logits, numbers, masks, peaks, thresholds, vocab, parts, PART: tl.constexpr):
     """Write each part's largest tempered logit, infinite if a logit is not finite; and a threshold that all reach."""
+    await_inputs()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, source = _row(logits, numbers, masks, vocab)
     j = part * PART + tl.arange(0, PART)
@@ -155,6 +156,7 @@ def _thresholds(
     logits, numbers, masks, peaks, thresholds, candidates, vocab, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature, source = _row(logits, numbers, masks, vocab)
     top_p, min_p, top_k = _number(numbers, _TOP_P), _number(numbers, _MIN_P), _number(numbers, _TOP_K)
@@ -255,6 +257,7 @@ def _scores(
 
     The last of a row's programs to finish takes them all, and draws and scores the row's token.
     """
+    await_inputs()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, source = _row(logits, numbers, masks, vocab)
     most, finite = _largest(peaks, parts, PARTS)

@@ -17,7 +17,7 @@ class Tile:
     """A tile of block_m x block_n outputs per program.
 
     split: the chunks of K by programs of their own; tma: by persistent programs fed by the copy engine (compute
-    capability 9.0 and later), which don't split.
+    capability 9.0 and later), which don't split; library: by cuBLAS, blocks of rows for which it has proven itself.
     """
 
     block_m: int
@@ -26,6 +26,7 @@ class Tile:
     warps: int
     split: bool
     tma: bool = False
+    library: bool = False
 
 
 @cache

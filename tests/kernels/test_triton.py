@@ -904,7 +904,7 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNKED": False}, 128, 1, 0),
     ("_linear_persistent", {"BLOCK_M": 128, "BLOCK_N": 256}, 208, 1, 0),
     ("_attention", {"DIM": 128, "BLOCK_M": 16}, 208, 2, 8),
-    ("_attention", {"DIM": 128, "BLOCK_M": 128}, 255, 1, 32),
+    ("_attention", {"DIM": 128, "BLOCK_M": 128}, 255, 1, 40),
     ("_merge_segments", {"DIM": 128}, 64, 32, 0),
     ("_rms_norm", {}, 64, 8, 0),
     ("_place_heads", {}, 64, 32, 0),
@@ -918,7 +918,8 @@ def check_hot_kernels(compiled: list[dict]) -> None:
         found = [c for c in narrow if c["kernel"] == kernel and apart.items() <= c["constants"].items()]
         assert found, (kernel, apart)
         for c in found:
-            assert c["registers"] <= registers and c["programs"] >= programs and c["stack"] <= stack, c
+            roomy = c["programs"] >= programs or c["shared"] > 100_000  # a deep pipeline takes others' room
+            assert c["registers"] <= registers and roomy and c["stack"] <= stack, c
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
@@ -956,8 +957,8 @@ def test_kernels_compile(capability, tmp_path):
             # and both keep a few of prefill's, which fills all registers
             tall = c["kernel"] == "_attention" and c["constants"]["BLOCK_M"] > 64
             early = c["kernel"] == "_attention" and metadata.version("triton").startswith("3.6.")
-            aside = 32 if tall else 8 if early else 0
-            assert c["stack"] <= (aside if capability == 90 else 32), f"spills: {c}"
+            aside = 40 if tall else 8 if early else 0
+            assert c["stack"] <= (aside if capability == 90 else 40), f"spills: {c}"
             if capability == 90:
                 assert c["wgmma"] == (c["constants"]["BLOCK_M"] >= 64), c
         biases = c["constants"].get("HAS_BIAS") and c["constants"].get("ACTIVATION", -1) >= 0  # of gate and up, in turn
