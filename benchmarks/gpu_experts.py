@@ -95,6 +95,7 @@ def expect_graph(device: torch.device, expect: Any, x: Tensor, weights: tuple[Te
         return
     given = x[:16].clone()
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run(given, weights, k)
     torch.cuda.current_stream().wait_stream(side)

@@ -1,9 +1,9 @@
 """Compiles a share of the kernels that `gpu.py` launches into Triton's cache, and runs none of them.
 
-usage: python benchmarks/gpu_precompile.py SHARE SHARES [--tiny] [--dry]
+usage: python benchmarks/gpu_precompile.py SHARE SHARES [--tiny] [--dry] [--tuning DTYPE ...]
 Launches are caught on tensors that have no memory of their own. What this list lacks a part compiles when it needs it,
 and reports as "compiled here". Without a GPU kernels are compiled for an H100. --dry: arguments are bound as for a
-launch, and nothing is compiled.
+launch, and nothing is compiled. --tuning: what `tune_linear.py` tries, instead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
 
 import numpy as np
 import torch
+import tune_linear
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from samebits.kernels import ops
+from samebits.kernels.triton.launch import DEPENDENT
 from samebits.kernels.triton.schedules import Tile
 
 from gpu_bits import DTYPES, all_tiles, shapes
@@ -38,8 +40,8 @@ CPU = torch.device("cpu")
 class Share:
     """In the place of `launch`: compiles what falls to this share, each kind of call once."""
 
-    def __init__(self, share: int, shares: int):
-        self.share, self.shares = share, shares
+    def __init__(self, share: int, shares: int, settings: dict[str, bool]):
+        self.share, self.shares, self.settings = share, shares, settings
         self.seen: set[str] = set()
         self.compiled = 0
         self.failed: list[str] = []
@@ -52,7 +54,7 @@ class Share:
             return
         self.seen.add(key)
         try:
-            kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **options)
+            kernel.warmup(*args, grid=grid, **self.settings, **options)
             self.compiled += 1
         except Exception as error:  # the next ones are compiled all the same
             kept = self.unsupported if "PassManager" in str(error) else self.failed  # the gates skip such a tile
@@ -118,6 +120,16 @@ def linears(size: str, dtype: torch.dtype, tiles: list[Tile], rows: tuple[int, .
                 products(x, [w], [None], out, tile)
 
 
+def tuning(dtype: torch.dtype, room: int, copy_engine: bool) -> None:
+    """Launch every tile that tuning tries on products in one chunk and in two."""
+    for rows in tune_linear.ROWS[dtype].values():
+        for tile in tune_linear.candidates(dtype, rows, room, copy_engine):
+            x = torch.empty(max(rows, tile.block_m), 2048, dtype=dtype)
+            q, k = (torch.empty(features, 2048, dtype=dtype) for features in (2048, 1024))
+            for weights in ([q], [k], [q, k, k]):
+                MODULES["linear"].products(x, weights, [None] * len(weights), dtype, tile)
+
+
 def others(dtype: torch.dtype, heads: tuple[int, int, int], widths: tuple[int, ...], vocab: int) -> None:
     """Launch attention, its gradients, norms, activations and sampling."""
     paged, backward, rows = (MODULES[n] for n in ("attention", "attention_backward", "elementwise"))
@@ -147,7 +159,6 @@ def others(dtype: torch.dtype, heads: tuple[int, int, int], widths: tuple[int, .
 
 
 def main() -> None:
-    launch = Share(int(sys.argv[1]), int(sys.argv[2]))
     tiny = "--tiny" in sys.argv
     if "--dry" in sys.argv:
         knobs.runtime.jit_cache_hook = lambda **_: True  # "this one is there already"
@@ -155,9 +166,14 @@ def main() -> None:
     found = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
     if found is None:
         driver.set_active(NoDriver())
-    catch(launch, device, found.multi_processor_count if found else 132,
-          found.shared_memory_per_block_optin if found else 232_448, not found or found.major >= 9)  # fmt: skip
-    for dtype in DTYPES.values():
+    room, copy_engine = found.shared_memory_per_block_optin if found else 232_448, not found or found.major >= 9
+    settings = {"enable_fp_fusion": False, "launch_pdl": copy_engine and DEPENDENT}
+    launch = Share(int(sys.argv[1]), int(sys.argv[2]), settings)
+    catch(launch, device, found.multi_processor_count if found else 132, room, copy_engine)
+    if "--tuning" in sys.argv:
+        for name in sys.argv[sys.argv.index("--tuning") + 1 :]:
+            tuning(DTYPES[name], room, copy_engine)
+    for dtype in () if "--tuning" in sys.argv else DTYPES.values():
         if tiny:
             linears("tiny", dtype, some_tiles(device)[:1], (1, 17))
             others(dtype, (4, 2, 16), (64,), 600)

@@ -71,7 +71,7 @@ def markdown(result: dict[str, Any]) -> str:
     )
     gates = [(name, gate) for group in ("probes", "bits") for name, gate in result[group].items() if gate]
     counted = [
-        {"gate": name, "comparisons": gate.get("compared", gate.get("schedules", gate.get("skipped"))),
+        {"gate": name, "comparisons": gate.get("compared", gate.get("tokens", gate.get("skipped"))),
          "differ": len(gate.get("differ", []))}
         for name, gate in gates
     ]  # fmt: skip

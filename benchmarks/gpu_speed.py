@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -14,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -94,6 +95,7 @@ def graph_seconds(device: torch.device, call: Callable[[], Any], replays: int = 
     if device.type != "cuda":
         return seconds(device, call, 1)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
@@ -114,12 +116,47 @@ def graph_seconds(device: torch.device, call: Callable[[], Any], replays: int = 
 
 
 def both_runners(device: torch.device, path, limits: tuple[int, int, int] | None) -> dict[str, ModelRunner]:
-    """Runners with exact ops, and with cuBLAS and torch's norms and activations; attention and graphs are the same."""
-    models = {
-        "exact": exact_model(path, "bfloat16", device),
-        "plain": exact_model(path, "bfloat16", device, exact=False),
-    }
-    return {kind: ModelRunner(model, 1, limits) for kind, model in models.items()}
+    """Runners of the same engine, the second to be run in `by_cublas`."""
+    return {kind: ModelRunner(exact_model(path, "bfloat16", device), 1, limits) for kind in ("exact", "plain")}
+
+
+@contextlib.contextmanager
+def by_cublas(kind: str) -> Iterator[None]:
+    """Let cuBLAS compute all products meanwhile, as engines do: q, k and v in one, a gate and its up in one."""
+    if kind != "plain":
+        yield
+        return
+    merged: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def multiply(x, weights, dtype):
+        key = tuple(w.data_ptr() for w in weights)
+        if key not in merged:
+            merged[key] = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        w = merged[key].t()
+        return torch.mm(x, w) if dtype == x.dtype or x.device.type == "cpu" else torch.mm(x, w, out_dtype=dtype)
+
+    def products(x, weights, biases, dtype, tile=None):
+        outs = multiply(x, weights, dtype).split([len(w) for w in weights], 1)
+        return [out.to(dtype) if b is None else (out + b).to(dtype) for out, b in zip(outs, biases, strict=True)]
+
+    def gated_products(x, weights, biases, activation, dtype, tile=None):
+        return backend.gated_halves(multiply(x, weights, dtype), activation)
+
+    backend, heads = (import_module(f"samebits.kernels.triton{name}") for name in ("", ".heads"))
+    before = backend.products, backend.gated_products, heads.aligned
+    backend.products, backend.gated_products, heads.aligned = products, gated_products, lambda t: t
+    try:
+        yield
+    finally:
+        backend.products, backend.gated_products, heads.aligned = before
+
+
+def weights_of(config: Any) -> tuple[int, int]:
+    """Return how many numbers a Qwen3's layers' matrices have, and with lm_head's: a runner has packed them."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layer = config.hidden_size * (config.head_dim * 2 * (heads + kv_heads) + 3 * config.intermediate_size)
+    layers = config.num_hidden_layers * layer
+    return layers, layers + config.vocab_size * config.hidden_size
 
 
 def timed_step(runner: ModelRunner, seqs: int, context: int, tokens: int = 1) -> float:
@@ -136,12 +173,11 @@ def timed_step(runner: ModelRunner, seqs: int, context: int, tokens: int = 1) ->
 
 
 def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_bytes: int) -> list[dict[str, Any]]:
-    """A whole decode step against the same without exact ops, and against the bound by bandwidth: weights and KV read
-    once."""
+    """A whole decode step against the same by cuBLAS, and against the bound by bandwidth: weights and KV read once."""
     limits = (max(batches), max(batches), max(contexts) + 1) if ops.backend(device).GRAPHS else None
     runners = both_runners(device, path, limits)
     model = runners["exact"].model
-    config, size = model.config, sum(p.nbytes for p in model.parameters())
+    config, size = model.config, 2 * weights_of(model.config)[1]
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     found = []
     for context, batch in itertools.product(contexts, batches):
@@ -149,7 +185,9 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
             continue
         note(f"batch {batch}, context {context}")
         row: dict[str, Any] = {"batch": batch, "context": context}
-        row |= {f"{kind}_ms": timed_step(runner, batch, context) * 1e3 for kind, runner in runners.items()}
+        for kind, runner in runners.items():
+            with by_cublas(kind):
+                row[f"{kind}_ms"] = timed_step(runner, batch, context) * 1e3
         row["bound_ms"] = (size + batch * context * token) / copy_rate * 1e3
         row["of_plain"] = row["plain_ms"] / row["exact_ms"]
         row["of_bound"] = row["bound_ms"] / row["exact_ms"]
@@ -158,19 +196,21 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
 
 
 def prefill(device: torch.device, path, tokens: Iterable[int], matrix_rate: float) -> list[dict[str, Any]]:
-    """A step that computes whole prompts, against the same without exact ops; its share of the measured matrix rate.
+    """A step that computes whole prompts, against the same by cuBLAS; its share of the measured matrix rate.
 
     Counted are products with weights (lm_head has one row) and attention's two products, half of them masked.
     """
     runners = both_runners(device, path, None)
     model = runners["exact"].model
     config = model.config
-    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    weights, _ = weights_of(config)
     found = []
     for count in tokens:
         note(f"prompt of {count} tokens")
         row: dict[str, Any] = {"tokens": count}
-        row |= {f"{kind}_ms": timed_step(runner, 1, 0, count) * 1e3 for kind, runner in runners.items()}
+        for kind, runner in runners.items():
+            with by_cublas(kind):
+                row[f"{kind}_ms"] = timed_step(runner, 1, 0, count) * 1e3
         attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * count**2
         row["of_plain"] = row["plain_ms"] / row["exact_ms"]
         row["of_matrix_rate"] = (2 * weights * count + attention) / matrix_rate / (row["exact_ms"] / 1e3)
@@ -298,21 +338,34 @@ def workload(device: torch.device, path, tiny: bool, exact: bool = True) -> dict
 
 
 def hf_continuous(device: torch.device, path, requests: int, length: int) -> dict[str, Any]:
-    """HF's continuous batching and samebits on the first of the workload's prompts, one output length for all."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """HF's continuous batching and samebits on the first of the workload's prompts, one output length for all.
+
+    HF's time runs from its first request to its last token. Its SDPA needs no flash-attn; without cuDNN, which plans
+    each new shape anew. Not under inference_mode: HF's thread isn't, and may not write to tensors that were made so.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     prompts = community(False)[0][:requests]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
-    config = GenerationConfig(max_new_tokens=length, do_sample=True, eos_token_id=-1, pad_token_id=2)
-    begin = time.perf_counter()
-    with torch.inference_mode():
-        outputs = model.generate_batch(inputs=prompts, generation_config=config)
-    took = time.perf_counter() - begin
-    made = sum(len(o.generated_tokens) for o in outputs.values())
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="paged|sdpa")
+    model.to(device).eval()
+    blocks = sum((len(p) + length) // 256 + 2 for p in prompts)
+    batching = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=4096)
+    outputs: list[Any] = []
+    for most in (8, length):  # the first warms up
+        note(f"HF, {requests} requests, {most} tokens")
+        config = GenerationConfig(max_new_tokens=most, do_sample=True, eos_token_id=-1, pad_token_id=2)
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            outputs = list(model.generate_batch(prompts, config, batching).values())
+        made = [len(o.generated_tokens) for o in outputs]
+        if made != [most] * requests:
+            errors = {o.error for o in outputs if o.error} or "no error given"
+            raise RuntimeError(f"HF made {sum(made)} tokens in {len(made)} requests of {requests} x {most}: {errors}")
+    took = max(o.lifespan[1] for o in outputs) - min(o.created_time for o in outputs)
     del model
     free(device)
     ours = our_rate(device, path, prompts, length)
-    rate = made / took
+    rate = requests * length / took
     return {"requests": requests, "hf_output_tok_s": rate, "output_tok_s": ours, "over_hf": ours / rate}
 
 
