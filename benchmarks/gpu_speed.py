@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
@@ -143,12 +144,12 @@ def by_cublas(kind: str) -> Iterator[None]:
         return backend.gated_halves(multiply(x, weights, dtype), activation)
 
     backend, heads = (import_module(f"samebits.kernels.triton{name}") for name in ("", ".heads"))
-    before = backend.products, backend.gated_products, heads.aligned
-    backend.products, backend.gated_products, heads.aligned = products, gated_products, lambda t: t
-    try:
+    with (
+        unittest.mock.patch.multiple(linear, products=products, gated_products=gated_products),
+        unittest.mock.patch.object(backend, "products", products),
+        unittest.mock.patch.object(heads, "aligned", lambda t: t),
+    ):
         yield
-    finally:
-        backend.products, backend.gated_products, heads.aligned = before
 
 
 def weights_of(config: Any) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class LayerParts(NamedTuple):
 
 
 class DecoderLayers(Protocol):
-    """Decoder layers of few rows that follow each other, in one launch: the bits of the kernels that it stands for."""
+    """Decoder layers that follow each other, without their modules' calls: the bits of the kernels they stand for."""
 
     def __init__(self, layers: Sequence[LayerParts]):
         """Note where all is that the layers compute with: the caller keeps it there, and alive."""
@@ -128,7 +128,7 @@ class Backend(Protocol):
     GRAPHS: bool
     """True if a step's launches can be recorded and replayed."""
     LAYER_ROWS: int
-    """The most rows that `decoder_layers` takes; 0 where there are none."""
+    """The most rows that `decoder_layers` takes."""
     LOGIT_ROWS: int
     """The rows of logits in memory at a time, where a trainer doesn't say."""
     ACTIVATIONS: tuple[str, ...]
@@ -365,8 +365,8 @@ class Backend(Protocol):
         """
 
     @property
-    def decoder_layers(self) -> type[DecoderLayers] | None:
-        """Layers in one launch; None where recorded launches (GRAPHS) do better."""
+    def decoder_layers(self) -> type[DecoderLayers]:
+        """What computes several layers without their modules' calls."""
 
     # --- from logits to tokens
 

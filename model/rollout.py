@@ -133,7 +133,10 @@ class _SeveralLaunchesError(Exception):
 
 
 class _Launch(NamedTuple):
-    """Layers that follow each other, the places of their KV, and their launch, which holds as long as its places do."""
+    """Layers that follow each other, the places of their KV, and their launch, which holds as long as its places do.
+
+    A launch is one call of the backend: on CPUs of one kernel, on GPUs of all of the layers' kernels in turn.
+    """
 
     places: list[Places]
     layers: list[FusedLayer]
@@ -210,8 +213,7 @@ def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launc
         layers.append(layer)
         indices.append(here.attribute(vars(layer.self_attn), "layer_idx"))
         layer = layer.following[0] if here.attribute(vars(layer), "continued") else None
-    launch: Any = ops.backend(device).decoder_layers
-    return _Launch(places, layers, indices, launch(parts)) if layers else None
+    return _Launch(places, layers, indices, ops.backend(device).decoder_layers(parts)) if layers else None
 
 
 class Ahead(NamedTuple):
@@ -236,7 +238,7 @@ def _same_objects(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer whose sums take the norms after them along; of few rows, it and those after it are one launch.
+    """A decoder layer whose sums take the norms after them along; it and those after it may be one launch.
 
     following: the module that holds the norm after this layer, and its name there; empty where there is none here.
     continued: True if that module is the layer that is called next, with the same keywords.

@@ -42,14 +42,15 @@ from .experts import (
 from .functions import route, row_sums, softmax, top_k, unary
 from .heads import place_heads
 from .launch import INTERPRETED
-from .linear import FULL_WIDTH, MIN_CHUNK, gated_products, products
+from .layer import ROWS as LAYER_ROWS
+from .layer import DecoderLayers
+from .linear import FULL_WIDTH, MIN_CHUNK, gated_packed, linear_packed, products
 from .sampling import sample
 from .work import small_lengths, tile_tokens, work_items
 
 _OLDEST = 8, 0
 GRAPHS = True  # can a step be recorded and replayed?
-LAYER_ROWS = 0
-decoder_layers = None  # a graph holds all layers
+decoder_layers = DecoderLayers
 LOGIT_ROWS = 1024  # in memory at a time, where a trainer doesn't say: each part adds to all of lm_head's gradient
 
 
@@ -120,36 +121,6 @@ def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the factors as they are, and the scale."""
     return down, up, scale
-
-
-def linear_packed(
-    x: torch.Tensor,
-    weights: list[tuple[torch.Tensor, int, torch.Tensor | None]],
-    dtype: torch.dtype = torch.float32,
-    low_ranks: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] = (),
-) -> list[torch.Tensor]:
-    """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch.
-
-    low_ranks: for each weight None, or scale * up(down(x)), in launches of their own.
-    """
-    outs = products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
-    present = [(i, *each) for i, each in enumerate(low_ranks) if each]
-    if present:
-        inner = products(x.float(), [down for _, down, _, _ in present], [None] * len(present), torch.float32)
-        for (i, _, up, scale), rows in zip(present, inner, strict=True):
-            outs[i] = (outs[i] + products(rows, [up], [None], torch.float32)[0] * scale).to(dtype)
-    return outs
-
-
-def gated_packed(
-    x: torch.Tensor,
-    gate: tuple[torch.Tensor, int, torch.Tensor | None],
-    up: tuple[torch.Tensor, int, torch.Tensor | None],
-    name: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return `gated_activation` of `linear_packed` of a gate and its up, in one launch: the same bits."""
-    return gated_products(x, [gate[0], up[0]], [gate[2], up[2]], name, dtype)
 
 
 def linear_unpacked(

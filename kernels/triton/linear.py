@@ -8,6 +8,7 @@ depends on which arrives first: the last program of a tile to finish adds all of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -355,3 +356,34 @@ def gated_products(
     if x.shape[0] > 0:
         _launch(x, [gate, up], tile, activation)
     return gate.out
+
+
+def linear_packed(
+    x: torch.Tensor,
+    weights: list[tuple[torch.Tensor, int, torch.Tensor | None]],
+    dtype: torch.dtype = torch.float32,
+    low_ranks: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] = (),
+) -> list[torch.Tensor]:
+    """Return x @ weight.T + bias, [rows, features] in `dtype`, for each of up to three weights, in one launch.
+
+    weights: each with its features and its bias. low_ranks: for each weight None, or scale * up(down(x)), in launches
+    of their own.
+    """
+    outs = products(x, [w for w, _, _ in weights], [bias for *_, bias in weights], dtype)
+    present = [(i, *each) for i, each in enumerate(low_ranks) if each]
+    if present:
+        inner = products(x.float(), [down for _, down, _, _ in present], [None] * len(present), torch.float32)
+        for (i, _, up, scale), rows in zip(present, inner, strict=True):
+            outs[i] = (outs[i] + products(rows, [up], [None], torch.float32)[0] * scale).to(dtype)
+    return outs
+
+
+def gated_packed(
+    x: torch.Tensor,
+    gate: tuple[torch.Tensor, int, torch.Tensor | None],
+    up: tuple[torch.Tensor, int, torch.Tensor | None],
+    name: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return `gated_activation` of `linear_packed` of a gate and its up, in one launch: the same bits."""
+    return gated_products(x, [gate[0], up[0]], [gate[2], up[2]], name, dtype)

@@ -10,7 +10,7 @@ from samebits.kernels.backend import Backend, DecoderLayers
 
 FUNCTIONS = {name: f for name, f in vars(Backend).items() if inspect.isfunction(f) and not name.startswith("_")}
 CONSTANTS = set(Backend.__annotations__)
-OPTIONAL = {"decoder_layers": DecoderLayers}  # None where a backend does without
+CLASSES = {"decoder_layers": DecoderLayers}
 
 
 def parameters(function) -> list[tuple]:
@@ -21,7 +21,7 @@ def parameters(function) -> list[tuple]:
 
 @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
 def test_a_backend_has_the_names_of_the_protocol_and_no_others(backend):
-    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS) | set(OPTIONAL)
+    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS) | set(CLASSES)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -30,11 +30,11 @@ def test_a_backend_s_functions_have_the_signatures_of_the_protocol(backend, name
     assert parameters(getattr(backend, name)) == parameters(FUNCTIONS[name])
 
 
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_what_a_backend_may_do_without_has_the_signature_of_the_protocol(name):
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+def test_a_backend_s_classes_have_the_signatures_of_the_protocol(backend, name):
     for method in ("__init__", "__call__"):
-        assert parameters(getattr(getattr(cpu, name), method)) == parameters(getattr(OPTIONAL[name], method))
-    assert getattr(triton, name) is None and triton.LAYER_ROWS == 0
+        assert parameters(getattr(getattr(backend, name), method)) == parameters(getattr(CLASSES[name], method))
 
 
 def test_both_backends_know_the_same_activations():

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 
 from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine import cuda_graphs, sampler
+from samebits.engine.model_runner import ModelRunner
 from samebits.kernels import contract, cpu, ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
@@ -32,6 +33,7 @@ from samebits.kernels.triton.launch import INTERPRETED
 from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
 from samebits.model.linear import UnsupportedModelError
+from samebits.model.paged import group_size, hidden_states
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
@@ -375,6 +377,27 @@ def test_an_engine_shares_reads_to_the_same_bits(checkpoint, settings, monkeypat
     assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
     graphs = llm.engine.executor.workers[0].runner.graphs
     assert settings.get("enforce_eager") or any(shares for *_, shares in graphs._buckets)
+
+
+@pytest.mark.parametrize(("family", "adapted"), [("qwen3", ()), ("qwen2", ("q_proj", "gate_proj", "down_proj"))])
+def test_layers_without_their_modules_calls_have_the_same_bits(checkpoint, family, adapted, monkeypatch):
+    """Norms of heads, or biases and adapters; two sequences."""
+    model = exact_model(checkpoint(family), "float16")
+    runner, calls, found = ModelRunner(model, 2), [], []
+    for name, module in model.named_modules():
+        if name.endswith(adapted):
+            up, down = torch.randn(module.out_features, 3) / 10, torch.randn(3, module.in_features) / 10
+            module.low_rank = ops.LowRank(down, up, 0.5)
+    layout = ops.packed_layout([3, 20], group_size(model.config), model.device)
+    run = kernels.DecoderLayers.__call__
+    monkeypatch.setattr(kernels.DecoderLayers, "__call__", lambda self, *args: calls.append(0) or run(self, *args))
+    for rows in (kernels.LAYER_ROWS, -1):
+        monkeypatch.setattr(kernels, "LAYER_ROWS", rows)
+        calls.clear()
+        with torch.inference_mode():
+            found.append(hidden_states(model, torch.arange(23), layout, runner.kv_caches))
+        assert bool(calls) == (rows > 0)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
