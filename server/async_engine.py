@@ -126,7 +126,8 @@ class AsyncEngine:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self._turn()
+                while not self._stopping:  # inside, as another thread may raise an error here between two turns
+                    self._turn()
             except BaseException as error:  # whatever ends a step, the thread must live
                 logger.exception("the engine failed in a step; its requests fail with it")
                 self._fail_all(error)
@@ -313,10 +314,15 @@ class AsyncEngine:
 
 
 def fulfil(future: Future[T], function: Callable[..., T], *args: Any) -> None:
-    """Give a future what a function returns or raises."""
+    """Give a future what a function returns or raises. What is no Exception goes on, too: the thread is meant."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(function(*args))
-    except BaseException as error:
+        result = function(*args)
+    except Exception as error:
         future.set_exception(error)
+    except BaseException as error:
+        future.set_exception(GenerationError(f"{type(error).__name__}: {error}"))
+        raise
+    else:
+        future.set_result(result)

@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # pytest's own processes share the core
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.models import make_checkpoint
 
@@ -58,6 +59,14 @@ def ray_cluster():
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def own_process_group():
+    """The default group, which a trainer makes for its process, ends with the test: others need none, or another."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

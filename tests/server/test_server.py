@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import queue
 import socket
 import struct
 import time
@@ -17,6 +18,7 @@ from samebits import LLM, SamplingParams
 from samebits.server import async_engine
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers import faults
 from helpers.serving import Serving, in_background, served_checkpoint, wait_for
 
 PROMPT = [17, 900, 3, 44]
@@ -626,6 +628,43 @@ def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monke
         assert (response.status_code, response.json()["message"]) == (500, f"{error.__name__}: no more")
         stream = server.post("/v1/completions", {"prompt": "x", "stream": True})
         assert f"{error.__name__}: no more" in events(stream.text)[-1]["error"]["message"]
+    server.ok("/v1/completions", {"prompt": "x"})
+
+
+@pytest.mark.parametrize("error", [MemoryError, SystemExit], ids=lambda e: e.__name__)
+def test_a_failing_admission_fails_its_call_and_the_next_are_served(server, monkeypatch, error):
+    with monkeypatch.context() as patch:
+        faults.before(patch, server.llm.engine, "add_request", faults.fail(error("no more")), at=2)
+        response = server.post("/v1/completions", {"prompt": ["x", "y"]})
+        assert (response.status_code, response.json()["message"]) == (500, f"{error.__name__}: no more")
+    server.ok("/v1/completions", {"prompt": ["x", "y"]})
+
+
+def test_an_exit_in_a_control_call_fails_the_call_and_the_next_are_served(server, monkeypatch):
+    with monkeypatch.context() as patch:
+        faults.before(patch, server.llm.engine, "reset_prefix_cache", faults.fail(SystemExit("no more")), at=1)
+        response = server.post("/flush_cache")
+        assert (response.status_code, response.json()["message"]) == (500, "SystemExit: no more")
+    server.ok("/flush_cache")
+
+
+def test_the_engines_thread_outlives_a_kill_between_two_turns(server, monkeypatch):
+    nothing = queue.SimpleQueue()
+    turns = []
+
+    def turn():  # CPython calls nothing after this wait where it could raise what came meanwhile: the loop does
+        turns.append(1)
+        try:
+            nothing.get(timeout=0.1)
+        except queue.Empty:
+            return
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "_turn", turn)
+        wait_for(lambda: turns)
+        server.kill_engine_thread()
+        seen = len(turns)
+        wait_for(lambda: len(turns) > seen + 1)
     server.ok("/v1/completions", {"prompt": "x"})
 
 

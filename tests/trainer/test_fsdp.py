@@ -4,7 +4,6 @@ import pathlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from samebits import LLM, SamplingParams
 from samebits.model.exact import compute_device
 from samebits.trainer import exact_model, token_logprobs
+from samebits.trainer.fsdp import init_process_group
 
 from helpers import fsdp_score
 from helpers.adapters import lora
@@ -46,14 +46,11 @@ def test_a_model_computes_on_its_mesh_wherever_its_shards_lie():
     model = torch.nn.Linear(4, 4)
     assert compute_device(model) == torch.device("cpu") == compute_device(model.to("cpu"))
     assert compute_device(model.to("meta")) == torch.device("meta")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model.weight = torch.nn.Parameter(DTensor.from_local(torch.empty(4, 4, device="meta"), mesh, [Shard(0)]))
-        assert model.weight.device.type == "meta"
-        assert compute_device(model) == torch.device("cpu")
-    finally:
-        dist.destroy_process_group()
+    init_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = torch.nn.Parameter(DTensor.from_local(torch.empty(4, 4, device="meta"), mesh, [Shard(0)]))
+    assert model.weight.device.type == "meta"
+    assert compute_device(model) == torch.device("cpu")
 
 
 PROMPTS = [[5, 6, 7], [900] * 40, list(range(100, 133)), [3]]
