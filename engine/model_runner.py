@@ -129,15 +129,16 @@ class ModelRunner:
         lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
         layout = ops.packed_layout(lengths, group_size(config), device)
         first = random_input(model, tokens)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        with torch.inference_mode():
-            out = hidden_states(model, first, layout)
-            head = model.get_output_embeddings()
-            if head is not None:
-                logits = head.logits(out[:LOGIT_ROWS])
-                ops.sample(logits, ops.RowParams.repeat(len(logits)), torch.full((len(logits),), -1, device=device))
+        before, out, logits = torch.cuda.memory_allocated(device), None, None
+        for _ in range(2):  # products that are proven at their first use take memory for it
+            out = logits = None
+            torch.cuda.reset_peak_memory_stats(device)
+            with torch.inference_mode():
+                out = hidden_states(model, first, layout)
+                if (head := model.get_output_embeddings()) is not None:
+                    logits = head.logits(out[:LOGIT_ROWS])
+                    ops.sample(logits, ops.RowParams.repeat(len(logits)), torch.full((len(logits),), -1, device=device))
         peak = torch.cuda.max_memory_allocated(device) - before
-        del out, first, layout
+        del out, logits, first, layout
         torch.cuda.empty_cache()
         return peak

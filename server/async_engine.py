@@ -318,11 +318,10 @@ def fulfil(future: Future[T], function: Callable[..., T], *args: Any) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        result = function(*args)
-    except Exception as error:
-        future.set_exception(error)
+        future.set_result(function(*args))
     except BaseException as error:
-        future.set_exception(GenerationError(f"{type(error).__name__}: {error}"))
-        raise
-    else:
-        future.set_result(result)
+        said = error if isinstance(error, Exception) else GenerationError(f"{type(error).__name__}: {error}")
+        if not future.done():
+            future.set_exception(said)
+        if said is not error:
+            raise

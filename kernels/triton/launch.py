@@ -7,6 +7,7 @@ complete. Since that is every kernel's first statement, all that came before the
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -48,10 +49,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel[grid](*args, **options)
         return
     device = next(a for a in args if isinstance(a, torch.Tensor)).device
-    if device.index == torch.cuda.current_device():  # the guard takes as long as a small kernel
-        kernel[grid](*args, **settings(device), **options)
-        return
-    with torch.cuda.device(device):
+    here = device.index == torch.cuda.current_device()  # the guard takes as long as a small kernel
+    with nullcontext() if here else torch.cuda.device(device):
         kernel[grid](*args, **settings(device), **options)
 
 

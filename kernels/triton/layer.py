@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..backend import LayerParts
+from ..dispatch import outside_modes
 from ..layout import PagedLayout
 from .attention import attention
 from .elementwise import add_rms_norm, gated_activation
@@ -22,8 +24,13 @@ class DecoderLayers:
     """Decoder layers that follow each other; see `backend.DecoderLayers`."""
 
     def __init__(self, layers: Sequence[LayerParts]):
-        self._layers = list(layers)
+        # weights may go while these layers stay: whoever calls them has seen that they are there
+        self._layers = [
+            parts._replace(linears=[(weakref.ref(panels), *rest) for panels, *rest in parts.linears])
+            for parts in layers
+        ]
 
+    @outside_modes
     def __call__(
         self,
         x: torch.Tensor,
@@ -33,37 +40,55 @@ class DecoderLayers:
         layout: PagedLayout,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype."""
-        at, (rows, dim), last = layout.on(x.device), tables[0].shape, None
-        small: list[int] | None = None
+        after: torch.Tensor | None = normed
         for parts, cache in zip(self._layers, caches, strict=True):
-            *projections, out, gate, up, down = parts.linears
-            middle, following, of_q, of_k = parts.norms
-            q, k, v = (t.view(rows, -1, dim) for t in _linears(normed, projections))
-            if small is None:
-                small = small_lengths(layout.lengths, q.shape[1] // k.shape[1])
-            norms = None if of_q is None or of_k is None else (of_q, of_k)
-            q = place_heads(q, k, v, norms, tables, layout, cache)
-            attended, _ = attention(
-                q, *cache, at.items, at.positions, at.block_tables, at.block_table_starts, parts.scale, parts.window,
-                small, layout.longest, layout.shared_items,
-            )  # fmt: skip
-            update = _linears(attended.view(rows, -1), [out])[0]
-            assert middle is not None, "a layer has a norm before its MLP"
-            x, normed = add_rms_norm(x, update, *middle)
-            update = _linears(_gated(normed, gate, up, parts.activation), [down])[0]
+            middle, following, *_ = parts.norms
+            assert middle is not None and after is not None, "a layer has a norm before each of its halves"
+            x, normed = add_rms_norm(x, _attended(parts, after, tables, cache, layout), *middle)
+            update, after = _activated(parts, normed), None
             if following is None:
-                return x + update, None
-            x, last = add_rms_norm(x, update, *following)
-            normed = last
-        return x, last
+                x = x + update
+            else:
+                x, after = add_rms_norm(x, update, *following)
+        return x, after
+
+
+def _attended(
+    parts: LayerParts,
+    normed: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    layout: PagedLayout,
+) -> torch.Tensor:
+    *projections, out, _, _, _ = parts.linears
+    _, _, of_q, of_k = parts.norms
+    rows, dim = tables[0].shape
+    q, k, v = (t.view(rows, -1, dim) for t in _linears(normed, projections))
+    small = small_lengths(layout.lengths, q.shape[1] // k.shape[1])
+    q = place_heads(q, k, v, None if of_q is None or of_k is None else (of_q, of_k), tables, layout, cache)
+    del k, v
+    at = layout.on(q.device)
+    where = at.items, at.positions, at.block_tables, at.block_table_starts
+    attended, _ = attention(
+        q, *cache, *where, parts.scale, parts.window, small, layout.longest, layout.shared_items
+    )  # fmt: skip
+    return _linears(attended.view(rows, -1), [out])[0]
+
+
+def _activated(parts: LayerParts, normed: torch.Tensor) -> torch.Tensor:
+    *_, gate, up, down = parts.linears
+    if gate[3] is None and up[3] is None:
+        inner = gated_packed(normed, _weight(gate), _weight(up), parts.activation, normed.dtype)
+    else:
+        of_gate, of_up = _linears(normed, [gate, up])
+        inner = gated_activation(of_gate, of_up, parts.activation)
+    return _linears(inner, [down])[0]
+
+
+def _weight(linear: tuple[Any, int, Any, Any]) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    panels, features, bias, _ = linear
+    return panels(), features, bias
 
 
 def _linears(x: torch.Tensor, linears: list[tuple[Any, int, Any, Any]]) -> list[torch.Tensor]:
-    return linear_packed(x, [each[:3] for each in linears], x.dtype, [low_rank for *_, low_rank in linears])
-
-
-def _gated(x: torch.Tensor, gate: tuple[Any, int, Any, Any], up: tuple[Any, int, Any, Any], name: str) -> torch.Tensor:
-    if gate[3] is None and up[3] is None:
-        return gated_packed(x, gate[:3], up[:3], name, x.dtype)
-    of_gate, of_up = _linears(x, [gate, up])
-    return gated_activation(of_gate, of_up, name)
+    return linear_packed(x, [_weight(each) for each in linears], x.dtype, [low_rank for *_, low_rank in linears])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 BLOCKS = 8192, 4096, 2048, 1024, 512, 256  # of rows
-_ALIGNMENT = 128  # bytes, of operands: cuBLAS picks by it, too
+_ALIGNMENT = 256  # bytes, of operands: cuBLAS picks by it, too
 _proven: dict[tuple, bool] = {}
 _lock = threading.Lock()
 
@@ -54,10 +54,9 @@ def _is_here(device: torch.device) -> bool:
 
 def _settings() -> tuple[Any, ...]:
     """Return the settings of torch's that decide, too, which kernel cuBLAS runs."""
-    matmul = torch.backends.cuda.matmul
     return (
-        torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation,
+        torch.backends.cuda.preferred_blas_library(), torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(), torch._C._get_cublas_allow_fp16_accumulation(),
         torch._C._get_sm_carveout_experimental(),
     )  # fmt: skip
 
@@ -65,26 +64,30 @@ def _settings() -> tuple[Any, ...]:
 def _is_proven(rows: int, weight: torch.Tensor, out_dtype: torch.dtype, ours: Product) -> bool:
     """Return whether a product of these sizes has the bits of ours. Tried once, on random numbers."""
     key = weight.device, weight.dtype, out_dtype, rows, *weight.shape, *_settings()
-    known = _proven.get(key)
-    if known is None and not torch.cuda.is_current_stream_capturing():
+    if key not in _proven:
+        if torch.cuda.is_current_stream_capturing():
+            return False
         with _lock:
-            try:
-                known = _proven[key] = _proven.get(key) or _same(rows, weight, out_dtype, ours)
-            except torch.OutOfMemoryError:  # says nothing of the next time
-                known = False
-    return bool(known)
+            if key not in _proven:
+                _proven[key] = _same(rows, weight, out_dtype, ours)
+    return _proven[key]
 
 
 @torch.no_grad()
 def _same(rows: int, like: torch.Tensor, out_dtype: torch.dtype, ours: Product) -> bool:
+    """Return whether both products of random numbers are the same bits; False, for good, without memory to try it."""
     (features, depth), device = like.shape, like.device
     numbers = torch.Generator(device).manual_seed(0)
-    x, weight = (  # sums of numbers of many sizes differ at once when they are added in another order
-        torch.randn(n, depth, generator=numbers, device=device, dtype=like.dtype)
-        * torch.exp2(torch.randint(-6, 7, (depth,), generator=numbers, device=device).to(like.dtype))
-        for n in (rows, features)
-    )
-    outs = [torch.empty(rows, features, dtype=out_dtype, device=device) for _ in range(2)]
-    ours(x, weight, outs[0])
-    multiply(x, weight, outs[1])
-    return torch.equal(*outs)
+    try:
+        x, weight = (  # sums of numbers of many sizes differ at once when they are added in another order
+            torch.randn(n, depth, generator=numbers, device=device, dtype=like.dtype).mul_(
+                torch.exp2(torch.randint(-9, 1, (depth,), generator=numbers, device=device).to(like.dtype))
+            )
+            for n in (rows, features)
+        )
+        outs = [torch.empty(rows, features, dtype=out_dtype, device=device) for _ in range(2)]
+        ours(x, weight, outs[0])
+        multiply(x, weight, outs[1])
+        return torch.equal(*outs)
+    except torch.OutOfMemoryError:
+        return False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from importlib import metadata
 from typing import NamedTuple
@@ -398,6 +400,11 @@ def test_layers_without_their_modules_calls_have_the_same_bits(checkpoint, famil
             found.append(hidden_states(model, torch.arange(23), layout, runner.kv_caches))
         assert bool(calls) == (rows > 0)
     assert torch.equal(*found)
+    weights = [weakref.ref(m.packed.panels) for m in model.modules() if getattr(m, "packed", None) is not None]
+    for module in model.modules():
+        vars(module).pop("packed", None)
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights), "a launch keeps weights alive"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
