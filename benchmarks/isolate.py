@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a part found, or its error: kind, case, message and the command that repeats it. One of them is None."""
+    """What a part found, or its error: kind, case, message, trace and what repeats it. One of them is None."""
 
     found: Any
     error: dict[str, str] | None
@@ -64,7 +64,7 @@ def answer(part: Part, folder: pathlib.Path) -> None:
     except Exception as error:
         no_memory = "OutOfMemoryError" in type(error).__name__ or isinstance(error, MemoryError)
         kind = "out of memory" if no_memory else type(error).__name__
-        reply = {"kind": kind, "message": traceback.format_exc()[-4000:]}
+        reply = {"kind": kind, "message": str(error)[-2000:], "trace": traceback.format_exc()[-4000:]}
     scratch = _path(folder, part.name, "reply.part")
     scratch.write_text(json.dumps(reply))
     scratch.rename(_path(folder, part.name, "reply"))
