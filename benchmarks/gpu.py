@@ -239,7 +239,8 @@ def write(out: pathlib.Path, result: dict[str, Any]) -> str:
     """Write what is known so far, so that a run that is cut short loses nothing; return the file's name, less .json."""
     name = "gpu_" + re.sub(r"\W+", "_", result["versions"].get("gpu", "unknown").lower())
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1).replace(f"{ROOT}/", "").replace(sys.executable, "python")  # of any machine
+    (out / f"{name}.json").write_text(text + "\n")
     return name
 
 

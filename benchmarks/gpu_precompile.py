@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from samebits.kernels import ops
-from samebits.kernels.triton.launch import DEPENDENT
+from samebits.kernels.triton.launch import settings
 from samebits.kernels.triton.schedules import Tile
 
 from gpu_bits import DTYPES, all_tiles, shapes
@@ -167,8 +167,7 @@ def main() -> None:
     if found is None:
         driver.set_active(NoDriver())
     room, copy_engine = found.shared_memory_per_block_optin if found else 232_448, not found or found.major >= 9
-    settings = {"enable_fp_fusion": False, "launch_pdl": copy_engine and DEPENDENT}
-    launch = Share(int(sys.argv[1]), int(sys.argv[2]), settings)
+    launch = Share(int(sys.argv[1]), int(sys.argv[2]), settings(early=copy_engine))
     catch(launch, device, found.multi_processor_count if found else 132, room, copy_engine)
     if "--tuning" in sys.argv:
         for name in sys.argv[sys.argv.index("--tuning") + 1 :]:

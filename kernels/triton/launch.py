@@ -19,7 +19,6 @@ from triton.language.extra import cuda
 from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = knobs.runtime.interpret  # kernels run in Python, on CPU tensors: for tests
-DEPENDENT = True  # launch early where the GPU can
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -32,12 +31,12 @@ def await_inputs():
             cuda.gdc_launch_dependents()
 
 
-def settings(device: torch.device) -> dict[str, bool]:
-    """Return the compiler's and the launcher's settings.
+def settings(early: bool) -> dict[str, bool]:
+    """Return the compiler's and the launcher's settings. early: launches may overlap, from compute capability 9.0 on.
 
     a * b + c is not fused: whether it is may depend on schedule and version.
     """
-    return {"enable_fp_fusion": False, "launch_pdl": DEPENDENT and has_copy_engine(device)}
+    return {"enable_fp_fusion": False, "launch_pdl": early}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -51,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     device = next(a for a in args if isinstance(a, torch.Tensor)).device
     here = device.index == torch.cuda.current_device()  # the guard takes as long as a small kernel
     with nullcontext() if here else torch.cuda.device(device):
-        kernel[grid](*args, **settings(device), **options)
+        kernel[grid](*args, **settings(has_copy_engine(device)), **options)
 
 
 @cache
