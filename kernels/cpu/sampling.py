@@ -22,14 +22,36 @@ _SLACK = 1e-9  # relative: far more than fp64 sums of the same weights differ by
 
 
 @inline
-def _maximum(z):
-    lanes = np.full(32, -np.inf, np.float32)
+def _temper(logits, divisor, z):
+    """Write logits / divisor to z; return the largest, and whether all logits are finite."""
+    lanes, bad = np.full(32, -np.inf, np.float32), np.zeros(32, np.int32)
     whole = z.size - z.size % 32
     for start in range(0, whole, 32):
         for lane in range(32):
-            lanes[lane] = max(lanes[lane], z[start + lane])
+            x = logits[start + lane]
+            z[start + lane] = x / divisor
+            lanes[lane] = max(lanes[lane], x / divisor)
+            bad[lane] += int32(not abs(x) <= _LARGEST)  # also a NaN
     for j in range(whole, z.size):
+        z[j] = logits[j] / divisor
         lanes[0] = max(lanes[0], z[j])
+        bad[0] += int32(not abs(logits[j]) <= _LARGEST)
+    return _most(lanes), bad.sum() == 0
+
+
+@inline
+def _mask(words, z):
+    """Give -inf to the tokens whose bits are not set; return the largest of the others' z."""
+    lanes = np.full(32, -np.inf, np.float32)
+    for j in range(z.size):
+        if words[j >> 5] >> uint32(j & 31) & uint32(1) == 0:
+            z[j] = -np.inf
+        lanes[0] = max(lanes[0], z[j])
+    return lanes[0]
+
+
+@inline
+def _most(lanes):
     most = lanes[0]
     for lane in range(1, 32):
         most = max(most, lanes[lane])
@@ -37,25 +59,23 @@ def _maximum(z):
 
 
 @inline
-def _all_finite(x):
-    bad = 0
-    for j in range(x.size):
-        bad += int64(not abs(x[j]) <= _LARGEST)  # also a NaN
-    return bad == 0
-
-
-@inline
-def _group_sum(weights, z, threshold, start, lanes):
-    stop = min(start + _GROUP, z.size)
+def _group_sum(weights, z, threshold, lanes):
+    """Return the sum of the weights of a group's tokens with z >= threshold, by 32 interleaved chains."""
     lanes[:] = 0.0
-    whole = stop - (stop - start) % 32
-    for first in range(start, whole, 32):
+    whole = z.size - z.size % 32
+    for first in range(0, whole, 32):
         for lane in range(32):
             weight = float64(weights[first + lane])  # read also where it doesn't count, or the loop is no vector's
             lanes[lane] += weight if z[first + lane] >= threshold else 0.0
-    for lane in range(stop - whole):
-        lanes[lane] += float64(weights[whole + lane]) if z[whole + lane] >= threshold else 0.0
+    for j in range(whole, z.size):
+        lanes[j - whole] += float64(weights[j]) if z[j] >= threshold else 0.0
     return _fold(lanes)
+
+
+@inline
+def _group(row, number):
+    """Return a row's group: a view, in which indices are seen to be none from the end, or loops are no vectors'."""
+    return row[number * _GROUP : (number + 1) * _GROUP]
 
 
 @inline
@@ -76,24 +96,39 @@ def _term(weight, z, most, threshold):
 
 
 @inline
-def _weighted_sum(weights, z, most, threshold, lanes):
-    """Return the sum of weight * (z - most) of the tokens with z >= threshold, by 32 interleaved chains."""
-    lanes[:] = 0.0
+def _add_products(weights, z, most, threshold, lanes):
+    """Add weight * (z - most) of a group's tokens with z >= threshold to 32 interleaved chains."""
     whole = z.size - z.size % 32
     for first in range(0, whole, 32):
         for lane in range(32):
             lanes[lane] += _term(weights[first + lane], z[first + lane], most, threshold)
     for j in range(whole, z.size):
         lanes[j - whole] += _term(weights[j], z[j], most, threshold)
-    return _fold(lanes)
 
 
 @inline
-def _sum(weights, z, threshold, lanes):
-    """Return the sum of the weights of the tokens with z >= threshold."""
+def _sums(weights, z, most, threshold, sums, lanes, products):
+    """Return the sums of weight and weight * (z - most) of the tokens with z >= threshold.
+
+    The first is that of the groups' sums, which are written to `sums`; the second is one of 32 interleaved chains.
+    """
     total = 0.0
-    for start in range(0, z.size, _GROUP):
-        total += _group_sum(weights, z, threshold, start, lanes)
+    products[:] = 0.0
+    for number in range(sums.size):
+        part, of_part = _group(weights, number), _group(z, number)
+        sums[number] = _group_sum(part, of_part, threshold, lanes)
+        _add_products(part, of_part, most, threshold, products)
+        total += sums[number]
+    return total, _fold(products)
+
+
+@inline
+def _sum(weights, z, threshold, sums, lanes):
+    """Return the sum of the weights of the tokens with z >= threshold; write the groups' to `sums`."""
+    total = 0.0
+    for number in range(sums.size):
+        sums[number] = _group_sum(_group(weights, number), _group(z, number), threshold, lanes)
+        total += sums[number]
     return total
 
 
@@ -166,9 +201,9 @@ def _top_k_threshold(z, most, k, found, owners):
 
 
 @inline
-def _top_p_threshold(weights, z, most, p, threshold, lanes, found, owners):
+def _top_p_threshold(weights, z, most, p, threshold, sums, lanes, found, owners):
     """Return the largest logit such that the tokens which reach it hold a share p of those that reach `threshold`."""
-    mass = p * _sum(weights, z, threshold, lanes)
+    mass = p * _sum(weights, z, threshold, sums, lanes)
     masses = np.zeros(_BINS, np.float64)
     for j in range(z.size):
         if z[j] >= threshold:
@@ -183,17 +218,16 @@ def _top_p_threshold(weights, z, most, p, threshold, lanes, found, owners):
         last += 1
     count = _within(z, most, first, last, found, owners)
     low, high = max(found[:count].min(), threshold), found[:count].max()
-    sums = np.empty(z.size // _GROUP + 1, np.float64)
-    for start in range(0, z.size, _GROUP):
-        sums[start // _GROUP] = _group_sum(weights, z, low, start, lanes)
+    _sum(weights, z, low, sums, lanes)
     while low < high:
         below, edge = _halve(found[:count], low, high)
         for i in range(count):  # the other groups' sums are the same for any edge from low to high
             if i == 0 or owners[i] != owners[i - 1]:
-                sums[owners[i]] = _group_sum(weights, z, edge, owners[i] * _GROUP, lanes)
+                number = owners[i]
+                sums[number] = _group_sum(_group(weights, number), _group(z, number), edge, lanes)
         total = 0.0
-        for group in range((z.size + _GROUP - 1) // _GROUP):
-            total += sums[group]
+        for number in range(sums.size):
+            total += sums[number]
         if total >= mass:
             low = edge
         else:
@@ -221,20 +255,19 @@ def uniform(seed, sample, position):
 
 
 @inline
-def _draw(weights, z, threshold, u, total, lanes):
-    """Return the first token at which the cumulative weight exceeds u * total."""
+def _draw(weights, z, threshold, u, total, sums):
+    """Return the first token at which the cumulative weight exceeds u * total; sums: of the groups' weights."""
     goal, mass, chosen = u * total, 0.0, -1
-    for start in range(0, z.size, _GROUP):
-        group = _group_sum(weights, z, threshold, start, lanes)
-        if mass + group > goal:
-            for j in range(start, min(start + _GROUP, z.size)):
+    for number in range(sums.size):
+        if mass + sums[number] > goal:
+            for j in range(number * _GROUP, min((number + 1) * _GROUP, z.size)):
                 if z[j] >= threshold and weights[j] > 0.0:
                     chosen = j
                     mass += weights[j]
                     if mass > goal:
                         return j
             return chosen
-        mass += group
+        mass += sums[number]
     for j in range(z.size):  # u * total rounded up to the total: the last token of the distribution
         if z[j] >= threshold and weights[j] > 0.0:
             chosen = j
@@ -266,17 +299,13 @@ def _sample(
     for i in prange(logits.shape[0]):
         z, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
         found, owners = np.empty(vocab, np.float32), np.empty(vocab, np.int32)
-        lanes = np.empty(32, np.float64)
+        lanes, products = np.empty(32, np.float64), np.empty(32, np.float64)
+        sums = np.empty((vocab + _GROUP - 1) // _GROUP, np.float64)
         greedy = temperature[i] == 0.0
         divisor = float32(1.0) if greedy else float32(temperature[i])
-        for j in range(vocab):
-            z[j] = logits[i, j] / divisor
-        mask = mask_rows[i]
-        if mask >= 0:
-            for j in range(vocab):
-                if masks[mask, j >> 5] >> uint32(j & 31) & uint32(1) == 0:
-                    z[j] = -np.inf
-        most = _maximum(z)
+        most, finite = _temper(logits[i], divisor, z)
+        if mask_rows[i] >= 0:
+            most = _mask(masks[mask_rows[i]], z)
         for j in range(vocab):
             weights[j] = exp(z[j] - most)
         threshold = float32(-np.inf)
@@ -284,10 +313,10 @@ def _sample(
             if 0 < top_k[i] < vocab:
                 threshold = _top_k_threshold(z, most, top_k[i], found, owners)
             if top_p[i] < 1.0:
-                threshold = _top_p_threshold(weights, z, most, top_p[i], threshold, lanes, found, owners)
+                threshold = _top_p_threshold(weights, z, most, top_p[i], threshold, sums, lanes, found, owners)
             if min_p[i] > 0.0:
                 threshold = max(threshold, most + float32(math.log(min_p[i])))
-        total = _sum(weights, z, threshold, lanes)
+        total, mean = _sums(weights, z, most, threshold, sums, lanes, products)
         token, best = targets[i], -1
         if token >= 0 or greedy:
             best = 0
@@ -297,17 +326,16 @@ def _sample(
             if greedy:
                 token = best
             else:
-                token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, lanes)
+                token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, sums)
         tokens[i] = token
         log_total = math.log(total)
-        mean = _weighted_sum(weights, z, most, threshold, lanes)
         log_sum_exp = float64(most) + log_total
         kept = token >= 0 and z[token] >= threshold
         logprob[i] = float64(z[token]) - log_sum_exp if kept else -np.inf
         entropy[i] = log_total - mean / total
         logsumexp[i] = log_sum_exp
         argmax[i] = best
-        if not (_all_finite(logits[i]) and math.isfinite(total)):
+        if not (finite and math.isfinite(total)):
             logprob[i] = np.nan
             entropy[i] = np.nan
             logsumexp[i] = np.nan
