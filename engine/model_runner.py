@@ -48,6 +48,12 @@ class ModelRunner:
         experts = new_routing_cache(model, 1)
         return sum(cache.nbytes for cache in caches) + (0 if experts is None else experts[0].nbytes)
 
+    def touch_kv_cache(self) -> None:
+        """Have the system give the KV cache's memory now, not as it fills."""
+        for pair in self.kv_caches:
+            for cache in pair:
+                cache.fill_(0)  # on all cores, which `zero_` is not
+
     def free_kv_cache(self) -> None:
         """Give the KV cache's memory back."""
         self.kv_caches = []
