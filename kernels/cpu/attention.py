@@ -19,6 +19,7 @@ from numba import float32, prange
 
 from ..backend import HeadNorms
 from ..layout import PagedLayout
+from ..sharing import shared_blocks, sharing_runs
 from .elementwise import exp, norm_row, turn
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
@@ -56,84 +57,140 @@ def _product(a, stride_a, b, like, size, columns, depth, c, rows, ahead):
 
 @inline
 def _keys_seen(position, base, window):
-    """Return the first key of the block at `base` that a query sees, and the end of those."""
-    return max(0, position - window + 1 - base) if window > 0 else 0, min(BLOCK, position - base + 1)
+    """Return the first key of the block at `base` that a query sees, and the end of those: two places in the block."""
+    first = position - window + 1 - base if window > 0 else 0
+    return min(max(first, 0), BLOCK), min(max(position - base + 1, 0), BLOCK)
 
 
 @inline
 def _mask(s, r, low, high, value):
-    """Give the keys that a row doesn't see a value; few blocks have any, so that other loops over keys stay vectors."""
-    if low > 0 or high < BLOCK:
-        for j in range(BLOCK):
-            s[r, j] = s[r, j] if low <= j < high else value
+    """Give the keys that a row doesn't see a value."""
+    for j in range(low):
+        s[r, j] = value
+    for j in range(high, BLOCK):
+        s[r, j] = value
+
+
+@inline
+def _attend_blocks(
+    first, end, rows, group, position, window, table, at_k, at_v, strides, like, size, dim, width, scale, tile
+):
+    """Go on with some rows of a tile over the key blocks from `first` on, before `end`.
+
+    rows: the first and the number; they are of tokens at `position` and after it, `group` rows each. table: the blocks
+    of their sequence. tile: queries, scores, outputs, and of each row the largest score and the sum so far.
+    """
+    qs, s, o, m, l, largest, factors = tile
+    start, count = rows
+    at_q, at_s, at_o = (
+        qs.ctypes.data + 4 * dim * start, s.ctypes.data + 4 * BLOCK * start, o.ctypes.data + 4 * width * start
+    )  # fmt: skip
+    scores = s[start : start + count].reshape(count * BLOCK)
+    last = position + count // group - 1
+    for block in range(first, end):
+        base = block * BLOCK
+        following = table[min(block + 1, end - 1)]
+        keys, values = at_k + strides[0] * table[block], at_v + strides[1] * table[block]
+        ahead = at_k + strides[0] * following
+        for j in range(count * BLOCK):
+            scores[j] = _ZERO
+        _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, count, values)
+        masked = base + BLOCK > position + 1 or (window > 0 and last - window + 1 > base)
+        for j in range(count * BLOCK):  # by stages, so that rows overlap
+            scores[j] *= float32(scale)
+        for r in range(start, start + count):
+            if masked:
+                low, high = _keys_seen(position + (r - start) // group, base, window)
+                _mask(s, r, low, high, _MASKED)
+            largest[r] = max(m[r], block_max(s.ctypes.data + 4 * BLOCK * r))
+        for r in range(start, start + count):
+            top = largest[r]
+            for j in range(BLOCK):
+                s[r, j] = exp(s[r, j] - top)
+        for r in range(start, start + count):
+            factors[r] = exp(m[r] - largest[r])  # for what came before
+        if masked:
+            for r in range(start, start + count):
+                low, high = _keys_seen(position + (r - start) // group, base, window)
+                _mask(s, r, low, high, _ZERO)
+        for r in range(start, start + count):
+            factor = factors[r]
+            m[r], l[r] = largest[r], fma(l[r], factor, block_sum(s.ctypes.data + 4 * BLOCK * r))
+            if factor != _ONE:
+                for j in range(width):
+                    o[r, j] *= factor
+        _product(at_s, BLOCK, values, like, size, width, min(BLOCK, last - base + 1), at_o, count, ahead)
+
+
+@inline
+def _cost(items, positions, window, at):
+    """Return about how many keys the tokens of an item, and of those that it has taken in, see."""
+    cost = 0
+    for i in range(at, at + items[at, 3]):
+        first, count = items[i, 0], items[i, 1]
+        before = min(positions[first], window) if window > 0 else positions[first]
+        cost += count * (before + count)
+    return cost
 
 
 @inline
 def _attend_share(
     program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse
 ):
-    """Attend for one of `programs` shares of the work: every `programs`-th pair of an item and a KV head."""
+    """Attend for one of `programs` shares of the work, pairs of items and KV heads.
+
+    Neighbours' shares follow each other, and cost about the same.
+    """
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
     width = v_cache.shape[3]
     group = heads // kv_heads
     most = max(QUERY_ROWS, group)
     qs = np.empty((most, dim), np.float32)
-    scores = np.empty(most * BLOCK, np.float32)
-    s = scores.reshape(most, BLOCK)
+    s = np.empty((most, BLOCK), np.float32)
     o = np.empty((most, width), np.float32)
     m, l = np.empty(most, np.float32), np.empty(most, np.float32)
     largest, factors = np.empty(most, np.float32), np.empty(most, np.float32)
-    at_q, at_s, at_o = qs.ctypes.data, s.ctypes.data, o.ctypes.data  # outside the loops: numba counts references
+    tile = qs, s, o, m, l, largest, factors
     like, size = k_cache[0, 0, 0, 0], k_cache.itemsize
-    k_stride, v_stride = k_cache.strides[0], v_cache.strides[0]
-    for work in range(program, items.shape[0] * kv_heads, programs):
-        first, count, sequence = items[work // kv_heads]
-        head = work % kv_heads
+    strides = k_cache.strides[0], v_cache.strides[0]
+    total = 0
+    for at in range(items.shape[0]):
+        total += kv_heads * _cost(items, positions, window, at)
+    done = 0
+    for work in range(items.shape[0] * kv_heads):
+        at, head = work // kv_heads, work % kv_heads
+        sharers = items[at, 3]
+        cost = _cost(items, positions, window, at)
+        done += cost
+        if sharers == 0 or (2 * done - cost) * programs // (2 * total) != program:  # by the middle of its cost
+            continue
         at_k = k_cache.ctypes.data + head * k_cache.strides[1]
         at_v = v_cache.ctypes.data + head * v_cache.strides[1]
-        rows = count * group
-        position = positions[first]
+        first = items[at, 0]
+        rows = (items[at + sharers - 1, 0] + items[at + sharers - 1, 1] - first) * group
         for r in range(rows):
             qs[r] = q[first + r // group, head * group + r % group]
             m[r] = _MASKED
             l[r] = _ZERO
         o[:rows] = _ZERO
-        last = position + count - 1
-        start = max(0, position - window + 1) // BLOCK if window > 0 else 0
-        for block in range(start, last // BLOCK + 1):
-            number = block_tables[block_table_starts[sequence] + block]
-            following = block_tables[block_table_starts[sequence] + min(block + 1, last // BLOCK)]
-            base = block * BLOCK
-            keys, values, ahead = at_k + k_stride * number, at_v + v_stride * number, at_k + k_stride * following
-            for j in range(rows * BLOCK):
-                scores[j] = _ZERO
-            _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, rows, values)
-            masked = base + BLOCK > position + 1 or (window > 0 and last - window + 1 > base)
-            for j in range(rows * BLOCK):  # by stages, so that rows overlap
-                scores[j] *= float32(scale)
-            for r in range(rows):
-                if masked:
-                    low, high = _keys_seen(position + r // group, base, window)
-                    _mask(s, r, low, high, _MASKED)
-                largest[r] = max(m[r], block_max(at_s + 4 * BLOCK * r))
-            for r in range(rows):
-                top = largest[r]
-                for j in range(BLOCK):
-                    s[r, j] = exp(s[r, j] - top)
-            for r in range(rows):
-                factors[r] = exp(m[r] - largest[r])  # for what came before
-            if masked:
-                for r in range(rows):
-                    low, high = _keys_seen(position + r // group, base, window)
-                    _mask(s, r, low, high, _ZERO)
-            for r in range(rows):
-                factor = factors[r]
-                m[r], l[r] = largest[r], fma(l[r], factor, block_sum(at_s + 4 * BLOCK * r))
-                if factor != _ONE:
-                    for j in range(width):
-                        o[r, j] *= factor
-            _product(at_s, BLOCK, values, like, size, width, min(BLOCK, last - base + 1), at_o, rows, ahead)
+        shared = items[at, 4] if window == 0 else 0
+        for i in range(at, at + sharers):
+            shared = min(shared, positions[items[i, 0]] // BLOCK)
+        if shared:
+            table = block_tables[block_table_starts[items[at, 2]] :]
+            _attend_blocks(
+                0, shared, (0, rows), rows, shared * BLOCK, 0, table, at_k, at_v, strides, like, size,
+                dim, width, scale, tile,
+            )  # fmt: skip
+        for i in range(at, at + sharers):
+            position, count = positions[items[i, 0]], items[i, 1]
+            begin = max(0, position - window + 1) // BLOCK if window > 0 else shared
+            table = block_tables[block_table_starts[items[i, 2]] :]
+            _attend_blocks(
+                begin, (position + count - 1) // BLOCK + 1, ((items[i, 0] - first) * group, count * group),
+                group, position, window, table, at_k, at_v, strides, like, size, dim, width, scale, tile,
+            )  # fmt: skip
         for r in range(rows):
             token, h = first + r // group, head * group + r % group
             for j in range(dim):
@@ -144,11 +201,16 @@ def _attend_share(
 @region
 def attend(q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs):
     """Attend with q fp32 [T, heads, D], shared among programs; write `out` of its shape, and `lse` [T, heads]."""
-    for program in prange(programs):
+    if programs == 1:
         _attend_share(
-            program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window,
-            out, lse,
-        )  # fmt: skip
+            0, 1, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse
+        )
+    else:
+        for program in prange(programs):
+            _attend_share(
+                program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale,
+                window, out, lse,
+            )  # fmt: skip
 
 
 @composed
@@ -237,22 +299,35 @@ def tile_tokens(group: int) -> int:
 
 
 def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
-    """Return rows (first token, tokens, sequence), int32 [n, 3]: runs of query tokens that share a pass over the keys.
+    """Return rows (first token, tokens, sequence, 1, 0), int32 [n, 5]: query tokens that share a pass over the keys.
 
-    item_tokens: the tokens of a run; None takes `tile_tokens`.
+    item_tokens: the tokens of an item; None takes `tile_tokens`. For the other numbers see `share_reads`.
     """
     step = item_tokens or tile_tokens(group)
     rows, first = [], 0
     for sequence, length in enumerate(lengths):
-        rows += [(first + i, min(step, length - i), sequence) for i in range(0, length, step)]
+        rows += [(first + i, min(step, length - i), sequence, 1, 0) for i in range(0, length, step)]
         first += length
-    return np.array(rows, np.int32).reshape(-1, 3)
+    return np.array(rows, np.int32).reshape(-1, 5)
 
 
 def share_reads(
     items: np.ndarray, lengths: Sequence[int], group: int, block_tables: np.ndarray, starts: np.ndarray
 ) -> np.ndarray:
-    """Return the items as they are: a cache line that neighbours read again is mostly still in a cache."""
+    """Return the items with neighbours put together that share first blocks, for which they then share a pass.
+
+    The fourth number of an item says how many there are from it on, 0 in those that another has taken in; the fifth,
+    how many blocks they share.
+    """
+    sequences = items[:, 2]
+    whole = np.bincount(sequences, minlength=len(starts))[sequences] == 1
+    neighbours = whole[:-1] & whole[1:] & (np.diff(sequences) == 1)
+    if not neighbours.any():
+        return items
+    common = np.where(neighbours, shared_blocks(block_tables, starts)[sequences[:-1]], 0)
+    items = items.copy()
+    for first, last, depth in sharing_runs(items[:, 1].tolist(), common.tolist(), tile_tokens(group)):
+        items[first, 3:], items[first + 1 : last + 1, 3] = (last - first + 1, depth), 0
     return items
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from ..sharing import shared_blocks, sharing_runs
+
 SMALL_ROWS = 16  # rows (token, head of the group) of a decode tile
 LARGE_ROWS = 128
 _LEAST_GAIN = 8  # reading prompts once is worth a merge if it spares this part of all segments: 1 / 8
@@ -52,35 +54,14 @@ def share_reads(
     few = len(small_lengths(lengths, group))
     if few < 2:
         return items
+    sequences, tokens = items[:few, 2], items[:few, 1].tolist()
     sizes = np.diff(starts, append=len(block_tables)) // segment
-    common = _common_segments(items[:few, 2], block_tables, starts, sizes, segment)
-    shared, own, spared, i = [], items.copy(), 0, 0
-    while i < few - 1:
-        count, depth, j = int(items[i, 1]), int(sizes[items[i, 2]]), i
-        while j < few - 1 and (count + items[j + 1, 1]) * group <= SMALL_ROWS:
-            deep = min(depth, int(common[j]))
-            if deep * (j + 1 - i) <= depth * (j - i):  # one more reads less in common
-                break
-            depth, count, j = deep, count + int(items[j + 1, 1]), j + 1
-        if j > i:
-            shared.append((items[i, 0], count, items[i, 2], -depth, items[i, 4]))
-            own[i : j + 1, 3] = depth
-            spared += depth * (j - i)
-        i = j + 1
-    if spared * _LEAST_GAIN < sizes[items[:few, 2]].sum() + few:
+    common = np.where(np.diff(sequences) == 1, shared_blocks(block_tables, starts)[sequences[:-1]] // segment, 0)
+    shared, own, spared = [], items.copy(), 0
+    for first, last, depth in sharing_runs(tokens, common.tolist(), SMALL_ROWS // group):
+        shared.append((items[first, 0], sum(tokens[first : last + 1]), items[first, 2], -depth, items[first, 4]))
+        own[first : last + 1, 3] = depth
+        spared += depth * (last - first)
+    if spared * _LEAST_GAIN < sizes[sequences].sum() + few:
         return items
     return np.concatenate((np.array(shared, np.int32).reshape(-1, 5), own))
-
-
-def _common_segments(
-    sequences: np.ndarray, block_tables: np.ndarray, starts: np.ndarray, sizes: np.ndarray, segment: int
-) -> np.ndarray:
-    """Return the number of first segments that each of the sequences shares with the one after it; 0 across a gap."""
-    one, other = sequences[:-1], sequences[1:]
-    most = np.where(other == one + 1, np.minimum(sizes[one], sizes[other]), 0)
-    for i in np.flatnonzero(most):
-        count = most[i] * segment
-        a, b = starts[one[i]], starts[other[i]]
-        differ = block_tables[a : a + count] != block_tables[b : b + count]
-        most[i] = int(differ.argmax()) // segment if differ.any() else most[i]
-    return most
