@@ -28,8 +28,7 @@ class ModelRunner:
         self.model = model
         model.set_attn_implementation(attention.PACKED)  # paged KV has no other
         self.num_blocks = num_blocks
-        self.kv_caches = new_kv_caches(model, num_blocks)
-        self.routing_cache = new_routing_cache(model, num_blocks)
+        self.take_kv_cache()
         prepare_rollout(model)
         self._last_token_ids = torch.empty(0, dtype=torch.long)  # that the last step sampled
         self.graphs: StepGraphs | None = None
@@ -48,11 +47,10 @@ class ModelRunner:
         experts = new_routing_cache(model, 1)
         return sum(cache.nbytes for cache in caches) + (0 if experts is None else experts[0].nbytes)
 
-    def touch_kv_cache(self) -> None:
-        """Have the system give the KV cache's memory now, not as it fills."""
-        for pair in self.kv_caches:
-            for cache in pair:
-                cache.fill_(0)  # on all cores, which `zero_` is not
+    def take_kv_cache(self) -> None:
+        """Allocate the KV cache, empty."""
+        self.kv_caches = new_kv_caches(self.model, self.num_blocks)
+        self.routing_cache = new_routing_cache(self.model, self.num_blocks)
 
     def free_kv_cache(self) -> None:
         """Give the KV cache's memory back."""
@@ -60,11 +58,6 @@ class ModelRunner:
         if self.routing_cache is not None:
             self.routing_cache = self.routing_cache[:0].clone()
         self.release()
-
-    def take_kv_cache(self) -> None:
-        """Allocate the KV cache anew, empty."""
-        self.kv_caches = new_kv_caches(self.model, self.num_blocks)
-        self.routing_cache = new_routing_cache(self.model, self.num_blocks)
 
     def release(self) -> None:
         """Give free memory back to the device, and forget graphs, whose KV or weights have gone."""

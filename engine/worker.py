@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,8 @@ class Worker:
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len(self.path, self.config)
         self.runner = ModelRunner(self.model, num_blocks, limits if graphs else None)
         if self.config.kv_cache_memory_bytes is not None and self.model.device.type == "cpu":
-            self.runner.touch_kv_cache()  # a lack of what was asked for shows here, not in the middle of a rollout
+            for cache in chain.from_iterable(self.runner.kv_caches):
+                cache.fill_(0)  # on all cores; what isn't there shows here, not in the middle of a rollout
 
     def execute_model(self, plan: Plan, hidden: Tensor | None = None) -> Tensor | SamplerOutput:
         """Compute a step: tokens from the last stage, [T, hidden] for the next one from others.
