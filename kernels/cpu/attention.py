@@ -177,19 +177,18 @@ def _attend_share(
         shared = items[at, 4] if window == 0 else 0
         for i in range(at, at + sharers):
             shared = min(shared, positions[items[i, 0]] // BLOCK)
-        if shared:
-            table = block_tables[block_table_starts[items[at, 2]] :]
-            _attend_blocks(
-                0, shared, (0, rows), rows, shared * BLOCK, 0, table, at_k, at_v, strides, like, size,
-                dim, width, scale, tile,
-            )  # fmt: skip
-        for i in range(at, at + sharers):
-            position, count = positions[items[i, 0]], items[i, 1]
+        for i in range(at - 1 if shared else at, at + sharers):
+            each = max(i, at)
+            table = block_tables[block_table_starts[items[each, 2]] :]
+            start, count, heads_of = (items[each, 0] - first) * group, items[each, 1] * group, group
+            position = positions[items[each, 0]]
             begin = max(0, position - window + 1) // BLOCK if window > 0 else shared
-            table = block_tables[block_table_starts[items[i, 2]] :]
+            end = (position + items[each, 1] - 1) // BLOCK + 1
+            if i < at:  # what all share, of which each row sees all keys
+                begin, end, start, count, heads_of, position = 0, shared, 0, rows, rows, shared * BLOCK
             _attend_blocks(
-                begin, (position + count - 1) // BLOCK + 1, ((items[i, 0] - first) * group, count * group),
-                group, position, window, table, at_k, at_v, strides, like, size, dim, width, scale, tile,
+                begin, end, (start, count), heads_of, position, window, table, at_k, at_v, strides, like, size, dim,
+                width, scale, tile,
             )  # fmt: skip
         for r in range(rows):
             token, h = first + r // group, head * group + r % group
@@ -201,16 +200,11 @@ def _attend_share(
 @region
 def attend(q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse, programs):
     """Attend with q fp32 [T, heads, D], shared among programs; write `out` of its shape, and `lse` [T, heads]."""
-    if programs == 1:
+    for program in prange(programs):
         _attend_share(
-            0, 1, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window, out, lse
-        )
-    else:
-        for program in prange(programs):
-            _attend_share(
-                program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale,
-                window, out, lse,
-            )  # fmt: skip
+            program, programs, q, k_cache, v_cache, items, positions, block_tables, block_table_starts, scale, window,
+            out, lse,
+        )  # fmt: skip
 
 
 @composed

@@ -1,9 +1,7 @@
 """Decoder layers that follow each other in one launch: the other files' rows and panels, with no Python between them.
 
-Sequences that decode see no other's keys: with rows enough each thread takes some through all layers, and waits for
-nobody. Else threads share each product's panels; what is row-wise runs on one of them where the rows are few: waking
-the others costs more. What a layer computes with is in tables of addresses, made once: to hand over hundreds of arrays
-costs more than a layer.
+What is row-wise runs on one thread where the rows are few: waking the others costs more. What a layer computes with is
+in tables of addresses, made once: to hand over hundreds of arrays costs more than a layer.
 """
 
 from __future__ import annotations
@@ -24,9 +22,6 @@ from .simd import LANES, PANEL, narrow, pointer, widen
 
 ROWS = 256  # at most: the scratch of more is better allocated by torch
 _SERIAL_ROWS = 16
-ROWS_ALONE = 16  # at least, of a thread that computes whole layers of them
-_UNEVEN = 1.15  # the largest such part over the mean, at most
-_NO_CUTS = np.empty(0, np.int64)
 _NO_FLOAT = float32(0.0)
 _LINEAR = np.dtype([
     ("panels", "i8"), ("bias", "i8"), ("down", "i8"), ("up", "i8"),  # addresses
@@ -175,9 +170,9 @@ def _decoder_layer(
     flat, lse = attended.reshape(rows, heads * dim), np.empty((rows, heads), np.float32)
     update = np.empty((rows, hidden), np.float32)
     gate_out, up_out = np.empty((rows, gate.features), np.float32), np.empty((rows, up.features), np.float32)
-    parts = programs if rows > _SERIAL_ROWS else 1  # for what is row-wise
+    parts = programs if rows > _SERIAL_ROWS else 1
 
-    products(programs, wide, like, _weight(q, like), _weight(k, like), _weight(v, like), q_out, k_out, v_out)
+    products(wide, like, _weight(q, like), _weight(k, like), _weight(v, like), q_out, k_out, v_out)
     _place_rows(
         parts, q_out, k_out, v_out, _norm_weight(of_q, like), of_q.eps, _norm_weight(of_k, like), of_k.eps,
         cos, sin, slot_mapping, k_cache, v_cache, turned,
@@ -187,67 +182,26 @@ def _decoder_layer(
         attended, lse, programs,
     )  # fmt: skip
     _round_rows(flat, like)
-    products(programs, flat, like, _weight(o, like), no_weight, no_weight, update, nowhere, nowhere)
+    products(flat, like, _weight(o, like), no_weight, no_weight, update, nowhere, nowhere)
     _add_rows(parts, x, update, _norm_weight(middle, like), middle.eps, total, out, wide)
-    products(programs, wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
+    products(wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
     _gate_rows(parts, gate_out, up_out, layer.activation, x, gate_out)
-    products(programs, gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
+    products(gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
     _add_rows(parts, total, update, _norm_weight(following, like), following.eps, total, out, wide)
-
-
-@region
-def _layers_by_rows(
-    cuts, x, wide, linears, norms, layers, caches, value_width, cos, sin, slot_mapping, items, positions, block_tables,
-    block_table_starts, total, out,
-):  # fmt: skip
-    """Compute the layers of rows [cuts[i], cuts[i + 1]) on a thread each: what it wrote is in its own cache."""
-    for part in prange(cuts.size - 1):
-        rows = slice(cuts[part], cuts[part + 1])
-        own = items[np.searchsorted(items[:, 0], rows.start) : np.searchsorted(items[:, 0], rows.stop)].copy()
-        own[:, 0] -= rows.start
-        for i in range(layers.size):
-            _decoder_layer(
-                linears[i], norms[i], layers[i], caches[i], value_width, total[rows] if i else x[rows], wide[rows],
-                cos[rows], sin[rows], slot_mapping[rows], own, positions[rows], block_tables, block_table_starts, 1,
-                total[rows], out[rows],
-            )  # fmt: skip
 
 
 @composed
 def _decoder_layers(
     x, normed, linears, norms, layers, caches, value_width, cos, sin, slot_mapping, items, positions, block_tables,
-    block_table_starts, programs, cuts, total, out,
+    block_table_starts, programs, total, out,
 ):  # fmt: skip
     wide = np.empty(x.shape, np.float32)
     _widen_rows(normed, wide)
-    if cuts.size:
-        _layers_by_rows(
-            cuts, x, wide, linears, norms, layers, caches, value_width, cos, sin, slot_mapping, items, positions,
-            block_tables, block_table_starts, total, out,
-        )  # fmt: skip
-        return
     for i in range(layers.size):
         _decoder_layer(
             linears[i], norms[i], layers[i], caches[i], value_width, total if i else x, wide, cos, sin, slot_mapping,
             items, positions, block_tables, block_table_starts, programs, total, out,
         )  # fmt: skip
-
-
-def cut_rows(layout: PagedLayout, parts: int, products: float) -> np.ndarray:
-    """Return where to cut the rows into parts of about equal cost, one for each thread: int64 [parts + 1], or [0].
-
-    Nothing is cut that belongs together: a sequence's tokens, and items that share reads. products: how many keys a row
-    sees at the cost of its products.
-    """
-    rows = len(layout.positions)
-    if parts < 2 or rows < parts * ROWS_ALONE or len(layout.items) != len(layout.lengths):
-        return _NO_CUTS
-    starts = layout.items[layout.items[:, 3] > 0, 0]
-    before = np.concatenate(([0.0], np.cumsum(layout.positions + products)))
-    wanted = before[-1] * np.arange(1, parts) / parts
-    cuts = np.array([0, *starts[np.searchsorted(before[starts[:-1]], wanted)], rows], np.int64)
-    uneven = np.diff(before[cuts]).max() > _UNEVEN * before[-1] / parts
-    return _NO_CUTS if uneven or np.diff(cuts).min() == 0 else cuts
 
 
 class DecoderLayers:
@@ -259,10 +213,6 @@ class DecoderLayers:
         kinds = [(parts.scale, parts.window, ACTIVATIONS.index(parts.activation)) for parts in layers]
         self._layers = np.array(kinds, _LAYER)
         self._has_following = layers[-1].norms[1] is not None
-        first = self._linears[0]
-        self._products = float(
-            (first["features"] * first["depth"]).sum() / (2 * first["features"][0])
-        )  # see `cut_rows`
 
     def __call__(
         self,
@@ -275,12 +225,11 @@ class DecoderLayers:
         """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype."""
         total, out = torch.empty_like(x), torch.empty_like(x)
         places = np.array([(k.data_ptr(), v.data_ptr(), len(k)) for k, v in caches])
-        threads = torch.get_num_threads()
         where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
         _decoder_layers(
             own_storage(x.contiguous()), own_storage(normed.contiguous()), self._linears, self._norms, self._layers,
             places, caches[0][1].shape[-1], *[own_storage(t.contiguous()) for t in tables], *where,
-            threads, cut_rows(layout, threads, self._products), own_storage(total), own_storage(out),
+            torch.get_num_threads(), own_storage(total), own_storage(out),
         )  # fmt: skip
         return total, out if self._has_following else None
 

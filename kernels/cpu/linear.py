@@ -86,27 +86,11 @@ def _packed_product(x, panels, p, bias, out, inner, up, scale, like):
         _add_low_rank(inner, up, p, float32(scale), like, out)
 
 
-@inline
-def _panel_of(p, x, like, a, b, c):
-    """Compute panel p of those of three weights; of each: panels, bias, inner, up, scale and result."""
-    panels_a, bias_a, inner_a, up_a, scale_a, out_a = a
-    panels_b, bias_b, inner_b, up_b, scale_b, out_b = b
-    panels_c, bias_c, inner_c, up_c, scale_c, out_c = c
-    end_a, end_b = panels_a.shape[0], panels_a.shape[0] + panels_b.shape[0]
-    if p < end_a:
-        _packed_product(x, panels_a, p, bias_a, out_a, inner_a, up_a, scale_a, like)
-    elif p < end_b:
-        _packed_product(x, panels_b, p - end_a, bias_b, out_b, inner_b, up_b, scale_b, like)
-    else:
-        _packed_product(x, panels_c, p - end_b, bias_c, out_c, inner_c, up_c, scale_c, like)
-
-
 @region
-def products(parts, x, like, a, b, c, out_a, out_b, out_c):
+def products(x, like, a, b, c, out_a, out_b, out_c):
     """Compute the products of x [rows, depth] and three weights, as `_packed_weight` gives them, in fp32.
 
-    Where one has a low-rank update, the product is rounded to the dtype of the element `like` before the sum. parts: 1
-    for the calling thread alone.
+    Where one has a low-rank update, the product is rounded to the dtype of the element `like` before the sum.
     """
     panels_a, bias_a, down_a, up_a, scale_a = a
     panels_b, bias_b, down_b, up_b, scale_b = b
@@ -116,7 +100,7 @@ def products(parts, x, like, a, b, c, out_a, out_b, out_c):
     inner_b = np.empty((rows, down_b.shape[0] * LANES), np.float32)
     inner_c = np.empty((rows, down_c.shape[0] * LANES), np.float32)
     if down_a.shape[0] + down_b.shape[0] + down_c.shape[0]:
-        if rows <= _ROWS or parts == 1:  # by one thread: waking the others twice costs more
+        if rows <= _ROWS:  # by one thread: waking the others twice costs more
             _low_rank_rows(x, down_a, 0, rows, inner_a)
             _low_rank_rows(x, down_b, 0, rows, inner_b)
             _low_rank_rows(x, down_c, 0, rows, inner_c)
@@ -127,24 +111,19 @@ def products(parts, x, like, a, b, c, out_a, out_b, out_c):
                 _low_rank_rows(x, down_a, first, count, inner_a)
                 _low_rank_rows(x, down_b, first, count, inner_b)
                 _low_rank_rows(x, down_c, first, count, inner_c)
-    panels = panels_a.shape[0] + panels_b.shape[0] + panels_c.shape[0]
-    if parts == 1:
-        for p in range(panels):
-            _panel_of(
-                p, x, like, (panels_a, bias_a, inner_a, up_a, scale_a, out_a),
-                (panels_b, bias_b, inner_b, up_b, scale_b, out_b), (panels_c, bias_c, inner_c, up_c, scale_c, out_c),
-            )  # fmt: skip
-    else:
-        for p in prange(panels):
-            _panel_of(
-                p, x, like, (panels_a, bias_a, inner_a, up_a, scale_a, out_a),
-                (panels_b, bias_b, inner_b, up_b, scale_b, out_b), (panels_c, bias_c, inner_c, up_c, scale_c, out_c),
-            )  # fmt: skip
+    end_a, end_b = panels_a.shape[0], panels_a.shape[0] + panels_b.shape[0]
+    for p in prange(end_b + panels_c.shape[0]):
+        if p < end_a:
+            _packed_product(x, panels_a, p, bias_a, out_a, inner_a, up_a, scale_a, like)
+        elif p < end_b:
+            _packed_product(x, panels_b, p - end_a, bias_b, out_b, inner_b, up_b, scale_b, like)
+        else:
+            _packed_product(x, panels_c, p - end_b, bias_c, out_c, inner_c, up_c, scale_c, like)
 
 
 @composed
 def _linear_packed(x, like, a, b, c, out_a, out_b, out_c):
-    products(0, x, like[0], a, b, c, out_a, out_b, out_c)
+    products(x, like[0], a, b, c, out_a, out_b, out_c)
 
 
 @inline

@@ -186,19 +186,24 @@ def test_uniform_uses_all_bits_of_all_three_counters():
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
+def group_sums(weights, z, threshold):
+    """The sum of the weights of tokens that reach the threshold, and those of its groups, as a draw takes them."""
+    sums = np.empty(-(-z.size // 256))
+    return kernel._sum(weights, z, threshold, sums, np.empty(32)), sums
+
+
 @pytest.mark.parametrize("u", [BELOW_ONE, 1.0, 1 - 2**-52])
 def test_u_close_to_1_yields_a_token_of_the_distribution(u):
     """u = 1 makes an infinite Gumbel (SGLang #25106)."""
     rng = np.random.default_rng(0)
-    lanes = np.empty(32)
     for case in range(300):
         z = rng.normal(size=int(rng.integers(1, 700))).astype(np.float32) * 8
         z[rng.random(z.size) < 0.3] = -np.inf  # weightless tokens, the last among them more often than not
         z[rng.integers(z.size)] = 0.0
         weights = np.exp(z - z.max())
         threshold = np.float32(-np.inf) if case % 2 else np.sort(z)[-min(5, int((z > -np.inf).sum()))]
-        total = kernel._sum(weights, z, threshold, lanes)
-        token = kernel._draw(weights, z, threshold, u, total, lanes)
+        total, sums = group_sums(weights, z, threshold)
+        token = kernel._draw(weights, z, threshold, u, total, sums)
         assert 0 <= token < z.size
         assert weights[token] > 0
         assert z[token] >= threshold
@@ -209,8 +214,9 @@ def test_u_close_to_1_yields_a_token_of_the_distribution(u):
 def test_u_of_0_yields_the_first_token_that_has_weight():
     z = np.array([-np.inf, -np.inf, -3.0, 0.0], np.float32)
     weights = np.exp(z)
-    assert kernel._draw(weights, z, np.float32(-np.inf), 0.0, float(weights.sum()), np.empty(32)) == 2
-    assert kernel._draw(weights, z, np.float32(-1.0), 0.0, 1.0, np.empty(32)) == 3
+    for threshold, first in ((-np.inf, 2), (-1.0, 3)):
+        total, sums = group_sums(weights, z, np.float32(threshold))
+        assert kernel._draw(weights, z, np.float32(threshold), 0.0, total, sums) == first
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
@@ -218,13 +224,13 @@ def test_a_draw_inverts_the_cumulative_distribution():
     z = rng.normal(size=700).astype(np.float32)
     weights = np.exp(z)
     cumulative = weights.astype(np.float64).cumsum()
-    lanes, unsure = np.empty(32), 0
+    unsure, (_, sums) = 0, group_sums(weights, z, np.float32(-np.inf))
     for u in [*rng.random(2000), *((cumulative[[254, 255, 256, 511, 512]] / cumulative[-1]) + 1e-9)]:
         expected = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
         if np.abs(cumulative - u * cumulative[-1]).min() < 1e-10:
             unsure += 1
             continue
-        assert kernel._draw(weights, z, np.float32(-np.inf), u, cumulative[-1], lanes) == expected
+        assert kernel._draw(weights, z, np.float32(-np.inf), u, cumulative[-1], sums) == expected
     assert unsure < 5
 
 
@@ -281,14 +287,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, top_k):
 
 def edges_by_trying(z, top_k, top_p):
     """The threshold of tempered logits [V]: every logit is tried as the edge, its mass by the kernel's own sum."""
-    edges, edge, lanes = np.unique(z), -np.inf, np.empty(32)
+    edges, edge = np.unique(z), -np.inf
     if 0 < top_k < len(z):
         edge = max(e for e in edges if (z >= e).sum() >= top_k)
     if top_p < 1:
         with np.errstate(over="ignore"):
             weights = np.array([kernel_exp(x) for x in z - z.max()], np.float32)
-        mass = top_p * kernel._sum(weights, z, np.float32(edge), lanes)
-        edge = max(e for e in edges if e >= edge and kernel._sum(weights, z, e, lanes) >= mass)
+        mass = top_p * group_sums(weights, z, np.float32(edge))[0]
+        edge = max(e for e in edges if e >= edge and group_sums(weights, z, e)[0] >= mass)
     return float(edge)
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebits.kernels import cpu, ops
-from samebits.kernels.cpu import layer
 from samebits.kernels.sharing import shared_blocks, sharing_runs
 
 BLOCK = cpu.BLOCK
@@ -103,41 +102,6 @@ def test_reading_once_what_neighbours_share_changes_no_bit(dtype, families, shap
     if families:
         step = Step(families, dtype, *shape, seed=len(families))
         assert same_bytes(step.attend(step.shared(), window), step.attend(step.own(), window))
-
-
-@settings(deadline=None)
-@given(families=FAMILIES, parts=st.integers(2, 4), products=st.sampled_from([1.0, 100.0, 1e4]))
-def test_rows_are_cut_between_runs_into_parts_of_about_equal_cost(families, parts, products):
-    families = [(c, [(c * BLOCK + max(k, n), n) for k, n in members]) for c, members in families if members]
-    if not families:
-        return
-    step = Step(families, torch.float32, 1, 3, 16, 0)
-    items, rows = step.shared(), len(step.positions)
-    layout = ops.PagedLayout(step.counts, step.positions, step.positions, step.tables, step.starts, items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "ROWS_ALONE", 2)
-        cuts = layer.cut_rows(layout, parts, products).tolist()
-    if cuts:
-        costs = step.positions + products
-        shares = [costs[first:last].sum() for first, last in itertools.pairwise(cuts)]
-        assert cuts[0] == 0 and cuts[-1] == rows and len(cuts) == parts + 1 and min(np.diff(cuts)) > 0
-        assert set(cuts[1:-1]) <= set(items[items[:, 3] > 0, 0].tolist())
-        assert max(shares) <= 1.15 * costs.sum() / parts
-
-
-def test_rows_are_cut_where_it_pays():
-    def cuts(counts, lengths=None, parts=2, items=None):
-        step = Step([(0, list(zip(lengths or [64] * len(counts), counts, strict=True)))], torch.float32, 1, 3, 16, 0)
-        where = step.positions, step.positions, step.tables, step.starts
-        layout = ops.PagedLayout(counts, *where, step.own() if items is None else items)
-        return layer.cut_rows(layout, parts, 100.0).tolist()
-
-    assert cuts([1] * 32) == [0, 16, 32] and cuts([1] * 64, parts=4) == [0, 16, 32, 48, 64]
-    assert cuts([1] * 31) == [] and cuts([1] * 32, parts=1) == []  # too few rows; nobody to share with
-    assert cuts([1] * 16 + [2] * 8) == [0, 16, 32]
-    assert cuts([1] * 31 + [20], [64] * 32) == []  # a chunk of several items, which see each other's keys
-    assert cuts([1] * 32, [800] * 8 + [1] * 24)[1] < 16  # long contexts cost more
-    assert cuts([1] * 32, [10**5] + [1] * 31) == []  # one costs more than all others
 
 
 def test_a_group_is_read_by_as_few_passes_as_its_rows_allow():

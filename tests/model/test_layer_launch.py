@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams
 from samebits.kernels import cpu
-from samebits.kernels.cpu import layer
 from samebits.model.rollout import prepare_rollout
 from samebits.model.stage import stage_model
 
@@ -72,36 +71,6 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
         assert {count for count, _ in launches} == {LAYERS}
         assert max(rows for _, rows in launches) <= cpu.LAYER_ROWS
         assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize(("dtype", "adapted"), [("float32", False), ("bfloat16", True)])
-def test_threads_that_take_rows_through_all_layers_have_the_same_bits(
-    checkpoint, dtype, adapted, threads, launches, monkeypatch
-):
-    """Groups whose samples share reads, with drafts, and few rows for the number of threads."""
-    path = checkpoint("qwen3", num_hidden_layers=LAYERS)
-    adapter = adapted_model(path, dtype) if adapted else None
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    llm = LLM(path, dtype=dtype, adapter=adapter, kv_cache_memory_bytes=2**24, speculative_config=drafts)
-    cuts, cut_rows = [], layer.cut_rows
-    monkeypatch.setattr(layer, "cut_rows", lambda *args: (cuts.append(cut_rows(*args)), cuts[-1])[1])
-    params = SamplingParams(n=4, max_tokens=12, seed=3, temperature=0.5, ignore_eos=True)
-    prompts = [[5, 7, 11 + i] * 12 for i in range(6)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = []
-        for most in (10**6, 2):
-            monkeypatch.setattr(layer, "ROWS_ALONE", most)
-            cuts.clear()
-            llm.reset_prefix_cache()
-            outs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([(c.token_ids, c.logprobs) for out in outs for c in out.completions])
-            assert any(len(each) for each in cuts) == (most == 2)
-        assert found[0] == found[1]
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_windows_of_a_layer_are_its_own(checkpoint, launches, monkeypatch):
