@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := kernels model scheduler engine cluster trainer correction integrations server cli
+PACKAGES := kernels model scheduler engine cluster trainer agents correction integrations server cli
 
 .PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu gpu-here loc clean
 

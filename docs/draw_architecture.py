@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 FLOORS = [
     ["cli"],
     ["server", "integrations", "correction (alone)"],
-    ["trainer", "cluster"],
+    ["trainer", "cluster", "agents"],
     ["engine"],
     ["scheduler", "model"],
     ["kernels"],

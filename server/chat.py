@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..agents import FORMATS, ToolFormat, conversation_keys, function_of, next_key, plain
 from ..engine import Completion, RequestOutput, StructuredOutputsParams
-from .kept_ids import conversation_keys, next_key
 from .service import Service
-from .tokenization import plain
-from .tools import FORMATS, ToolFormat, function_of
 
 
 @dataclass

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field
 
+from ..agents import plain
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.expert_wire import npy_text
 from .async_engine import GenerateRequest
 from .chat import Conversation
 from .protocol import Body, CallBody, Ids, Items, Sampling, answer, data_router, finite, reply, usage, version_spans
 from .service import Served, Service
-from .tokenization import plain
 
 router = data_router("OpenAI and vLLM")
 

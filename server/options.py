@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..agents import tool_format
 from ..engine import SamplingParams
 from ..engine.request import Request
 from ..engine.sampling_params import MAX_LOGPROBS
-from .tools import tool_format
 
 MAX_STOPS = 64  # stop strings
 MAX_STOPPING = 1024  # characters of all of them, stop tokens

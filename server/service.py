@@ -8,13 +8,12 @@ from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
 
+from ..agents import KeptIds, tool_format
 from ..engine import LLM
 from ..engine.outputs import EngineStats
 from .async_engine import AsyncEngine
 from .auth import Guard
-from .kept_ids import KeptIds
 from .options import Limits, ServerOptions
-from .tools import tool_format
 from .updates import WeightUpdates
 
 LOGPROBS_MODE = (

@@ -11,7 +11,7 @@ FLOORS = [  # each may import those below it, and nothing of its own floor but i
     {"cli"},
     {"integrations"},
     {"server"},
-    {"trainer", "cluster"},
+    {"trainer", "cluster", "agents"},
     {"engine"},
     {"model", "scheduler"},
     {"kernels"},

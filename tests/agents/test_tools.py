@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from samebits.agents import FORMATS, tool_format
 from samebits.engine.structured_outputs import Constraint
 from samebits.server.options import ServerOptions
-from samebits.server.tools import FORMATS, tool_format
 
 from helpers.agents import TOOLS
 from helpers.serving import add_tokenizer
