@@ -312,7 +312,7 @@ class Backend(Protocol):
     def share_reads(
         self, items: np.ndarray, lengths: Sequence[int], group: int, block_tables: np.ndarray, starts: np.ndarray
     ) -> np.ndarray:
-        """Return `work_items`' items, and before them such as read what neighbours in the batch share, once for all.
+        """Return `work_items`' items such that neighbours in the batch read once what they share.
 
         A schedule: it decides no bit. block_tables, starts: of a `PagedLayout`.
         """

@@ -188,7 +188,7 @@ BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 def group_sums(weights, z, threshold):
     """The sum of the weights of tokens that reach the threshold, and those of its groups, as a draw takes them."""
-    sums = np.empty(-(-z.size // 256))
+    sums = np.empty(-(-z.size // kernel._GROUP))
     return kernel._sum(weights, z, threshold, sums, np.empty(32)), sums
 
 
