@@ -156,7 +156,8 @@ class AsyncEngine:
                 self._commands.get(timeout=IDLE)()
 
     def _fail_all(self, error: BaseException) -> None:
-        """A step failed half-way: no request's state can be trusted, and none may wait for ever."""
+        """A step failed half-way: no request's state can be trusted, and none may wait for ever, nor for replicas."""
+        self.loop.call_soon_threadsafe(self._deliver_failure, error)
         try:
             for request_id in list(self.llm.unfinished_request_ids):
                 self.llm.abort(request_id)
@@ -165,11 +166,10 @@ class AsyncEngine:
             self.llm.take_outputs()
         except Exception:  # the thread must live
             logger.exception("the engine could not be cleared")
-        self.loop.call_soon_threadsafe(self._deliver_failure, error)
 
     def _add(self, generation: Generation, requests: list[Request]) -> None:
         try:
-            for request in requests:
+            for request in requests if generation.unfinished else ():  # a step may have failed since, and with it these
                 self.llm.add_request(request)
         except Exception as error:
             logger.exception("a checked request was not admitted")

@@ -7,6 +7,7 @@ import json
 import queue
 import socket
 import struct
+import threading
 import time
 
 import httpx
@@ -628,6 +629,25 @@ def test_a_failing_step_fails_its_requests_and_the_next_are_served(server, monke
         assert (response.status_code, response.json()["message"]) == (500, f"{error.__name__}: no more")
         stream = server.post("/v1/completions", {"prompt": "x", "stream": True})
         assert f"{error.__name__}: no more" in events(stream.text)[-1]["error"]["message"]
+    server.ok("/v1/completions", {"prompt": "x"})
+
+
+def test_a_failing_step_is_told_before_the_engine_is_cleared(server, monkeypatch):
+    """Which may take as long as replicas let it wait."""
+    told, cleared, reset = threading.Event(), threading.Event(), server.llm.reset_prefix_cache
+
+    def slow_reset(*args):
+        assert told.wait(60)
+        reset(*args)
+        cleared.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm, "reset_prefix_cache", slow_reset)
+        faults.before_step(patch, server.llm, faults.fail(MemoryError("no more")), at=1)
+        response = server.post("/v1/completions", {"prompt": "x"}, timeout=20)
+        assert (response.status_code, response.json()["message"]) == (500, "MemoryError: no more")
+        told.set()
+        assert cleared.wait(60)
     server.ok("/v1/completions", {"prompt": "x"})
 
 
