@@ -1,6 +1,8 @@
 """What the engine offers to a server: deltas, released memory, salted prefixes, updates in parts."""
 
 import dataclasses
+import os
+import pathlib
 
 import pytest
 import torch
@@ -161,3 +163,16 @@ def test_prefixes_are_shared_within_a_cache_salt_alone(llm):
     assert hits == [0, 96, 0, 0, 96]
     with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
         one(llm, SamplingParams(), {"prompt_token_ids": [1], "cache_salt": 5})
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's account of this process")
+def test_a_pool_of_a_given_size_is_taken_at_start(checkpoint):
+    one(LLM(checkpoint("llama"), kv_cache_memory_bytes=2**20), SamplingParams(max_tokens=2))  # what comes but once
+    before = resident_bytes()
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**28)
+    assert resident_bytes() - before > 0.9 * 2**28
+    assert llm.stats().kv_blocks_used == 0

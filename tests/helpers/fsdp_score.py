@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samebits import LLM, SamplingParams
+from samebits import LLM, NumericsError, SamplingParams
 from samebits.trainer import exact_model, selective_log_softmax, shard, token_logprobs
 
 
@@ -78,4 +78,17 @@ def train(model, job) -> dict:
         gradients.append([p.grad.full_tensor().clone() for p in model.parameters() if p.requires_grad])
         optimizer.step()
         assert llm.update_weights(model) == step + 1
-    return {"equal": equal, "logprobs": moved, "gradients": gradients}
+    result = {"equal": equal, "logprobs": moved, "gradients": gradients}
+    return result | ({"refused": refusal(model, job)} if job["adapter"] and job["master"] else {})
+
+
+def refusal(model, job) -> str:
+    """What an engine that keeps its adapter in fp32 says to a model whose adapter FSDP2 casts."""
+    llm = LLM(job["path"], dtype=job["dtype"], adapter=job["adapter"], kv_cache_memory_bytes=2**22)
+    before = llm.weight_checksums()
+    try:
+        llm.update_weights(model)
+    except NumericsError as error:
+        assert llm.weight_version == 0 and llm.weight_checksums() == before
+        return str(error)
+    return ""

@@ -106,13 +106,17 @@ def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, wo
     [("float32", False), pytest.param("bfloat16", False, marks=pytest.mark.slow), ("bfloat16", True)],
 )
 def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dtype, master):
-    """Sharded with its base; updates bring the adapter alone. An adapter in fp32 on a base in bf16, too."""
+    """Sharded with its base; updates bring the adapter alone. An adapter in fp32 on a base in bf16, too.
+
+    An engine that would keep in fp32 what FSDP2 casts refuses it by name.
+    """
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "temperature": 1.3}
     settings = {"rounds": 3, "master": master, "checkpointing": not master, "adapter": lora()}
     job = job_of(checkpoint("qwen3"), dtype, sampling, **settings)
     found = scored(2, {**job, "prompts": PROMPTS}, tmp_path)
     assert found["equal"] == [True] * 3
     assert found["logprobs"][0] != found["logprobs"][1], "the optimizer did not move the adapter"
+    assert not master or "adapter_dtype: 'float32' here, 'bfloat16' there" in found["refused"]
 
 
 @pytest.mark.parametrize(
