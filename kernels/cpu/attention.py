@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import float32, prange
+from numba import carray, float32, prange
 
 from ..backend import HeadNorms
 from ..layout import PagedLayout
@@ -23,7 +23,7 @@ from ..sharing import shared_blocks, sharing_runs
 from .elementwise import exp, norm_row, turn
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
-from .simd import LANES, fma, matmul_four, matmul_one, matmul_two, pairwise
+from .simd import LANES, fma, matmul_four, matmul_one, matmul_two, pairwise, pointer, widen
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
@@ -69,6 +69,16 @@ def _mask(s, r, low, high, value):
         s[r, j] = value
     for j in range(high, BLOCK):
         s[r, j] = value
+
+
+@inline
+def _are_finite(values, like, size, count):
+    """True if none of so many numbers at an address is infinite or NaN."""
+    numbers, strange = carray(pointer(values, like), (count,)), False
+    for j in range(count):
+        number = widen(numbers[j])
+        strange |= number - number != _ZERO
+    return not strange
 
 
 @inline
@@ -119,7 +129,17 @@ def _attend_blocks(
             if factor != _ONE:
                 for j in range(width):
                     o[r, j] *= factor
-        _product(at_s, BLOCK, values, like, size, width, min(BLOCK, last - base + 1), at_o, count, ahead)
+        step = count
+        if masked:  # 0 x inf is NaN: keys that only later tokens see may not be multiplied, unless they are finite
+            seen, all_seen = min(max(position - base + 1, 0), BLOCK), min(BLOCK, last - base + 1)
+            if not _are_finite(values + size * width * seen, like, size, width * (all_seen - seen)):
+                step = group
+        for r in range(0, count, step):
+            depth = min(BLOCK, position + (r + step) // group - base)
+            if depth > 0:
+                _product(
+                    at_s + 4 * BLOCK * r, BLOCK, values, like, size, width, depth, at_o + 4 * width * r, step, ahead
+                )
 
 
 @inline
@@ -180,14 +200,14 @@ def _attend_share(
         for i in range(at - 1 if shared else at, at + sharers):
             each = max(i, at)
             table = block_tables[block_table_starts[items[each, 2]] :]
-            start, count, heads_of = (items[each, 0] - first) * group, items[each, 1] * group, group
+            start, count, token_rows = (items[each, 0] - first) * group, items[each, 1] * group, group
             position = positions[items[each, 0]]
             begin = max(0, position - window + 1) // BLOCK if window > 0 else shared
             end = (position + items[each, 1] - 1) // BLOCK + 1
             if i < at:  # what all share, of which each row sees all keys
-                begin, end, start, count, heads_of, position = 0, shared, 0, rows, rows, shared * BLOCK
+                begin, end, start, count, token_rows, position = 0, shared, 0, rows, rows, shared * BLOCK
             _attend_blocks(
-                begin, end, (start, count), heads_of, position, window, table, at_k, at_v, strides, like, size, dim,
+                begin, end, (start, count), token_rows, position, window, table, at_k, at_v, strides, like, size, dim,
                 width, scale, tile,
             )  # fmt: skip
         for r in range(rows):
