@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,19 +25,29 @@ def shared_blocks(block_tables: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return common
 
 
-def sharing_runs(tokens: Sequence[int], common: Sequence[int], most: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, last, depth) of runs of neighbours that together spare the most reads of what they share.
+def sharing_runs(tokens: Sequence[int], common: Sequence[int], most: int) -> list[tuple[int, int, int]]:
+    """Return (first, last, depth) of the runs of neighbours that together spare the most reads of what they share.
 
     tokens: of each; common: what each shares with the next one; most: the tokens of a run, at most.
     """
-    first = 0
-    while first < len(common):
-        last, depth, total = first, common[first], tokens[first]
-        while last < len(common) and total + tokens[last + 1] <= most:
-            less = min(depth, common[last])
-            if less * (last + 1 - first) <= depth * (last - first):  # one more reads less in common
+    spared = [0]  # by the sequences before each
+    firsts: list[int] = []  # of the run that ends with each
+    for last, total in enumerate(tokens):
+        spared.append(spared[last])
+        firsts.append(last)
+        depth = common[last - 1] if last else 0
+        for first in range(last - 1, -1, -1):
+            depth = min(depth, common[first])
+            total += tokens[first]
+            if depth == 0 or total > most:
                 break
-            last, depth, total = last + 1, less, total + tokens[last + 1]
-        if last > first:
-            yield first, last, depth
-        first = last + 1
+            if (sum_spared := spared[first] + depth * (last - first)) > spared[-1]:
+                spared[-1] = sum_spared
+                firsts[-1] = first
+    runs = []
+    last = len(firsts) - 1
+    while last >= 0:
+        if firsts[last] < last:
+            runs.append((firsts[last], last, min(common[firsts[last] : last])))
+        last = firsts[last] - 1
+    return runs[::-1]

@@ -26,16 +26,33 @@ def test_shared_blocks_are_those_before_the_first_that_differs(tables):
     assert shared_blocks(flat, starts).tolist() == [*expected, 0]
 
 
+def most_spared(tokens, common, most):
+    """The slow way: the reads that the best runs spare, by trying all that begin with the first neighbour."""
+    if not common:
+        return 0
+    alone = most_spared(tokens[1:], common[1:], most)
+    ends = [n for n in range(1, len(tokens)) if sum(tokens[: n + 1]) <= most]
+    return max([alone, *(n * min(common[:n]) + most_spared(tokens[n + 1 :], common[n + 1 :], most) for n in ends)])
+
+
 @given(st.data())
-def test_runs_are_of_neighbours_and_spare_reads(data):
-    common = data.draw(st.lists(st.integers(0, 4), max_size=8))
+def test_no_other_runs_of_neighbours_spare_more_reads(data):
+    common = data.draw(st.lists(st.sampled_from([0, 1, 1, 2, 50]), max_size=8))
     tokens = data.draw(st.lists(st.integers(1, 3), min_size=len(common) + 1, max_size=len(common) + 1))
-    most, before = data.draw(st.integers(1, 8)), 0
+    most, before, spared = data.draw(st.integers(1, 12)), 0, 0
     for first, last, depth in sharing_runs(tokens, common, most):
         assert before <= first < last <= len(common)
         assert depth == min(common[first:last]) > 0
         assert sum(tokens[first : last + 1]) <= most
         before = last + 1
+        spared += depth * (last - first)
+    assert spared == most_spared(tokens, common, most)
+
+
+def test_who_shares_little_does_not_keep_others_from_sharing_more():
+    assert sharing_runs([1] * 7, [1, 50, 50, 50, 50, 1], 6) == [(1, 5, 50)]
+    assert sharing_runs([1] * 20, [1] * 19, 8) == [(0, 7, 1), (8, 15, 1), (16, 19, 1)]
+    assert sharing_runs([], [], 8) == sharing_runs([1], [], 8) == sharing_runs([9, 9], [3], 8) == []
 
 
 class Step:
@@ -102,6 +119,24 @@ def test_reading_once_what_neighbours_share_changes_no_bit(dtype, families, shap
     if families:
         step = Step(families, dtype, *shape, seed=len(families))
         assert same_bytes(step.attend(step.shared(), window), step.attend(step.own(), window))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+def test_a_value_that_is_not_finite_reaches_only_rows_that_see_it(dtype, window):
+    """As that of a wrong draft may be, of a token that the sequence never has."""
+    step = Step([(0, [(70, 20)])], dtype, 2, 3, 64, 0)
+    expected = step.attend(step.own(), window)
+    for late in (51, 62, 63, 64, 69):
+        value = step.cache[1][step.tables[late // BLOCK], :, late % BLOCK]
+        for strange in (math.inf, math.nan):
+            kept = value.clone()
+            value[:] = strange
+            found = step.attend(step.own(), window)
+            value[:] = kept
+            before = late - 50
+            assert same_bytes([t[:before] for t in found], [t[:before] for t in expected])
+            assert not found[0][before:].isfinite().any()
 
 
 def test_a_group_is_read_by_as_few_passes_as_its_rows_allow():
