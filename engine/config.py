@@ -89,6 +89,8 @@ class EngineConfig:
         """The settings of speculation, if there is any."""
         if self.speculative_config is None:
             return None
+        if not isinstance(self.speculative_config, dict):
+            raise TypeError(f"speculative_config is no dict as {{'method': 'suffix'}}: {self.speculative_config!r}")
         known = [each.name for each in fields(SpeculativeConfig)]
         if unknown := self.speculative_config.keys() - {*known}:
             raise ValueError(f"speculative_config has no {sorted(unknown)}; it has {', '.join(known)}")

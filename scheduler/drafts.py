@@ -20,16 +20,18 @@ from .suffix import SuffixDrafter
 logger = logging.getLogger(__name__)
 
 METHODS = ("suffix", "ngram")
-PROBE_EVERY = 16  # tokens of a sequence: it drafts one then, whether or not its drafts paid
+PROBE_EVERY = 16  # tokens of a sequence, at least: it drafts one then, whether or not its drafts paid
+PROBE_SHARE = 0.01  # of a sequence's time: probes that cost more come less often
 MAX_CHANCE = 0.98  # of a token: more can't be told from a few dozen
+MIN_PROFIT = 1.3  # tokens expected of a draft for each that its time is worth: a batch ends with its least lucky sample
 ROW_COST = 0.02  # of a row, in tokens, at least: where a measured step takes no longer with it, that is noise, too
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Settings of speculation, by vLLM's names. None changes a bit of a result."""
+    """Settings of speculation, by vLLM's names. None changes a bit of what a version of the weights gives a request."""
 
-    method: str | Callable[[list[int]], list[int]]
+    method: str | Callable[[list[int]], list[int]] = ""
     """suffix: drafts from the sequence, its prompt, the prompt's other samples and earlier rollouts of the prompt.
     ngram: from the sequence and its prompt. A callable: from token ids (prompt and completion) to drafted ones."""
     num_speculative_tokens: int = 8
@@ -46,10 +48,13 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative method {self.method!r}; choose {', '.join(METHODS)}, or give a callable of token ids"
             )
-        for each in fields(self)[1:]:
+        used = 2 if callable(self.method) else {"ngram": 4}.get(self.method, 5)  # of the fields
+        for number, each in enumerate(fields(self)):
             value: Any = getattr(self, each.name)
-            if value is None and each.default is None:
+            if number == 0 or (value is None and each.default is None):
                 continue
+            if number >= used and value != each.default:
+                raise ValueError(f"{each.name} means nothing to the speculative method {self.method!r}; leave it out")
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{each.name} must be a positive integer, got {value!r}")
         if self.lengths[0] < self.prompt_lookup_min:
@@ -81,6 +86,7 @@ class CallableDrafter:
         self.function = function
         self.vocab_size = vocab_size
         self.seconds = 0.0
+        self._asked = 0
         self._warned = False
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
@@ -91,7 +97,8 @@ class CallableDrafter:
             given += islice(self.function(list(seq.token_ids)), limit)
         except Exception as error:
             self._warn(f"the drafter failed, and drafts nothing then: {type(error).__name__}: {error}")
-        weight = 0.2 if self.seconds else 1.0
+        weight = (0.0, 1.0, 0.2)[min(self._asked, 2)]  # the first call may load something
+        self._asked += 1
         self.seconds += weight * (time.perf_counter() - start - self.seconds)
         tokens: list[int] = []
         for token in given:
@@ -123,10 +130,11 @@ class Record:
     """How a sequence's drafts have done: `offered` by the drafter's own estimates, and `accepted`; old ones fade.
 
     promised: tokens that were expected of a draft, as a fading mean; no draft promises none. draft, shares: the last
-    draft and its estimates, made when `start` tokens were known.
+    draft and its estimates, made when `start` tokens were known. probe_at: tokens when the next probe is due.
     """
 
     promised: float
+    probe_at: int = 0
     offered: float = 0.0
     accepted: float = 0.0
     draft: list[int] = field(default_factory=list)
@@ -165,8 +173,11 @@ class Speculator:
         self._settle(record, seq)
         chance = self._chance(record)
         most = min(self.limit, room, seq.max_tokens - seq.num_completion_tokens - 1)
-        probe = min(most, 1 if seq.num_tokens % PROBE_EVERY == 0 else 0)
         costs = self._costs(most)
+        probe = 0
+        if seq.num_tokens >= record.probe_at:
+            probe = min(most, 1)
+            record.probe_at = seq.num_tokens + max(PROBE_EVERY, int(sum(costs[:1]) / PROBE_SHARE))
         limit = max(probe, _most_gain([chance] * most, costs)[0])  # no estimate is above 1, so none makes it longer
         record.start = len(seq.token_ids)
         record.draft = []
@@ -185,16 +196,19 @@ class Speculator:
 
     def pays_to_wait(self, seq: Sequence) -> bool:
         """True if a draft promises the token, at least, that a step without waiting would give, or for a probe."""
-        return self._record(seq).promised >= 1.0 or seq.num_tokens % PROBE_EVERY == 0
+        record = self._record(seq)
+        return record.promised >= 1.0 or seq.num_tokens >= record.probe_at
 
     def _record(self, seq: Sequence) -> Record:
-        return self._records.setdefault(seq.seq_id, Record(self._all.promised))
+        if seq.seq_id not in self._records:
+            self._records[seq.seq_id] = Record(self._all.promised, seq.num_tokens + PROBE_EVERY)
+        return self._records[seq.seq_id]
 
     def _costs(self, most: int) -> list[float]:
         """Return what drafts of 1, 2, ... tokens cost, in tokens, by the time that they add to this step."""
         alone = self.step_seconds(self._rows) - self.drafter.seconds
         return [
-            max(ROW_COST * rows, self._tokens_per_second * (self.step_seconds(self._rows + rows) - alone))
+            max(ROW_COST * rows, MIN_PROFIT * self._tokens_per_second * (self.step_seconds(self._rows + rows) - alone))
             for rows in range(1, most + 1)
         ]
 

@@ -138,6 +138,7 @@ class Scheduler:
             self._share_rest(batch)
         if self.speculator is not None and batch.drafting:
             self._draft(self.speculator, batch)
+        batch.sequences.sort(key=_arrival)  # samples of a prompt side by side: they share reads
         if not batch.sequences and self.has_work:
             heads = [*self.running, *next(iter(self.calls.values())).waiting[:1]]
             assert any(seq.num_pending for seq in heads), "nothing scheduled though there is work"
@@ -235,10 +236,14 @@ class Scheduler:
         return last or drafts or seq.needs_tokens or not self.async_scheduling
 
     def _draft(self, speculator: Speculator, batch: Batch) -> None:
-        """Set drafts, in what is left of the step and of the blocks; who has most tokens to come is first."""
+        """Set drafts, in what is left of the step; who has most tokens to come is first.
+
+        They take only such blocks as are free when each running sequence, and each that starts, has one more.
+        """
         speculator.begin_step(len(batch.sequences), batch.num_tokens)
+        kept = len(self.running) + sum(len(seq.siblings) for seq in batch.drafting)
         for seq in sorted(batch.drafting, key=lambda seq: seq.num_completion_tokens - seq.max_tokens):
-            blocks = len(seq.block_table) + self.blocks.num_free
+            blocks = len(seq.block_table) + max(0, self.blocks.num_free - kept)
             room = min(batch.tokens_left // seq.token_cost, blocks * self.blocks.block_size - seq.num_tokens)
             draft = speculator.draft(seq, max(0, room))  # without room, too: it waits for drafts no longer then
             if draft and self.blocks.allocate(seq, seq.num_tokens + len(draft)):

@@ -16,6 +16,7 @@ from .sequence import Sequence
 
 MAX_PLACES = 16  # of one run that are followed, the newest
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
+MAX_LIVE = 2**21  # tokens of prompts and growing texts that are indexed, 900 bytes each
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each, with ROLLOUT_TOKENS for each rollout
 ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of a rollout and its prompt
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
@@ -39,12 +40,14 @@ class LiveIndex:
 
     def __init__(self, lengths: Seq[int]):
         self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {n: defaultdict(list) for n in lengths}
+        self.size = 0  # tokens
 
     def extend(self, text: Text, tokens: Seq[int]) -> None:
         """Append tokens to a text."""
         old = len(text.tokens)
         known = text.tokens
         known += tokens
+        self.size += len(tokens)
         for length, places in self._places.items():
             for end in range(max(old, length), len(known)):
                 places[tuple(known[end - length : end])].append((text, end))
@@ -183,6 +186,7 @@ class SuffixDrafter:
         self._cursors: dict[int, Cursor] = {}
         self._history: OrderedDict[bytes, deque[tuple[Hashable, array]]] = OrderedDict()
         self._history_tokens = 0
+        self._live_tokens = 0
         self._pools: OrderedDict[bytes, Pool] = OrderedDict()  # by salt
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
@@ -209,6 +213,8 @@ class SuffixDrafter:
             group = cursor.group
             group.live -= 1
             group.ended += 1
+            self._live_tokens -= group.index.size if group.live == 0 else 0
+            self._live_tokens -= cursor.index.size if cursor.index is not group.index else 0
             over = group.live == 0 or group.ended > 2 * self.window  # later sequences start with what is kept
             if over and self._groups.get(cursor.key) is group:
                 del self._groups[cursor.key]
@@ -227,7 +233,7 @@ class SuffixDrafter:
             rollouts = self._history.get(key, ())
             still = StillIndex(self.lengths, [[*tail, *tokens] for _, tokens in rollouts]) if rollouts else None
             group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
-            group.index.extend(Text([]), prompt[-MAX_PROMPT:])
+            self._index(group.index, Text([]), prompt[-MAX_PROMPT:])
         group.live += 1
         index = group.index if self.shared else LiveIndex(self.lengths)
         return Cursor(key, group, index, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
@@ -243,11 +249,19 @@ class SuffixDrafter:
         """Index a sequence's new tokens, and leave the places that went on otherwise."""
         new = seq.token_ids[cursor.known :]
         if new:
-            cursor.index.extend(cursor.text, new)
+            self._index(cursor.index, cursor.text, new)
             length = len(new)
             went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
             cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
             cursor.known += length
+
+    def _index(self, index: LiveIndex, text: Text, tokens: list[int]) -> None:
+        """Append tokens to a text, and index them unless there are too many."""
+        if self._live_tokens + len(tokens) > MAX_LIVE:
+            text.tokens += tokens
+            return
+        index.extend(text, tokens)
+        self._live_tokens += len(tokens)
 
     def _find(self, cursor: Cursor) -> list[Place]:
         """Return the places after the longest run that ends the sequence and is known."""

@@ -11,6 +11,7 @@ from samebits.engine.core import EngineCore
 from samebits.engine.sampling_params import RequestOutputKind
 from samebits.trainer import exact_model
 
+from helpers import faults
 from helpers.adapters import adapted_model, lora
 from helpers.schedules import check_results, random_requests, run_schedule, two_versions
 from helpers.serving import served_checkpoint
@@ -63,11 +64,8 @@ def speculative_config(kind, path, models, requests, rng):
         "noise": lambda: Noise(rng.random()),
     }
     method = drafters[kind]() if kind in drafters else kind
-    return {
-        "method": method,
-        "num_speculative_tokens": rng.choice((1, 2, 5, 8)),
-        "prompt_lookup_min": rng.choice((1, 2)),
-    }
+    lookup = {} if callable(method) else {"prompt_lookup_min": rng.choice((1, 2))}
+    return {"method": method, "num_speculative_tokens": rng.choice((1, 2, 5, 8)), **lookup}
 
 
 DRAFTERS = ("suffix", "ngram", "right", "right, then wrong", "noise")
@@ -232,23 +230,47 @@ def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, 
     path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
     rng = random.Random(0)
     requests = random_requests(rng, VOCAB, 5, 30)
+    accepted = []
 
     def receive(self, row, token, plain=EngineCore._receive):
-        if row.draft is not None and row.position == len(row.sample.token_ids) and row.sample.finish_reason is None:
-            row.draft = row.sample.token_ids[-1]
+        sample = row.sample
+        expected = row.draft is not None and row.position == len(sample.token_ids) and sample.finish_reason is None
+        if expected and row.draft != sample.token_ids[-1] and not accepted:
+            accepted.append(row.draft)
+            row.draft = sample.token_ids[-1]
         plain(self, row, token)
 
     monkeypatch.setattr(EngineCore, "_receive", receive)
     config = speculative_config("right, then wrong", path, models, requests, rng)
     results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config)
+    assert len(accepted) == 1
     with pytest.raises(AssertionError):
         check_results(models, requests, results)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, dtype):
+    """Its sequence never has it, and may not be failed for it."""
+    path = checkpoint("qwen3")
+    params = SamplingParams(n=3, max_tokens=40, seed=3, logprobs=2, ignore_eos=True)
+    requests = [([5, 7, 9], params), ([*range(100, 160)], params)]
+    expected = outputs(LLM(path, dtype=dtype), requests)
+    assert not any(77 in c.token_ids for out in expected for c in out.completions)
+    llm = LLM(path, dtype=dtype, speculative_config={"method": lambda ids: [77, 5]})
+    faults.embed_nan(llm, 77)
+    found = outputs(llm, requests)
+    assert llm.stats().draft_tokens > 20
+    assert [out.completions for out in found] == [out.completions for out in expected]
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
         ({"method": "eagle"}, "choose suffix, ngram, or give a callable"),
+        ({"num_speculative_tokens": 4}, "speculative method ''; choose suffix, ngram, or give a callable"),
+        ("suffix", "speculative_config is no dict"),
+        ({"method": "ngram", "suffix_decoding_max_cached_requests": 8}, "_requests means nothing to the speculative"),
+        ({"method": lambda ids: ids, "prompt_lookup_min": 3}, "prompt_lookup_min means nothing to the speculative"),
         ({"method": "suffix", "num_speculative_tokens": 0}, "must be a positive integer"),
         ({"method": "ngram", "prompt_lookup_min": True}, "must be a positive integer"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at least prompt_lookup_min"),
@@ -256,5 +278,5 @@ def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, 
     ],
 )
 def test_settings_are_checked(checkpoint, config, problem):
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
         LLM(checkpoint("qwen3"), speculative_config=config)
