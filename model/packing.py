@@ -40,7 +40,7 @@ def packing(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ):
-        if use_cache or past_key_values is not None:
+        if use_cache or past_key_values is not None or kwargs.pop("cache", None) is not None:  # as 5.24 calls them
             raise NotImplementedError("an exact model has no HF cache (use_cache=False); generate with samebits.LLM")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")

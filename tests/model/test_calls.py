@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 from samebits import SamplingParams
 from samebits.engine import StructuredOutputsParams
@@ -236,6 +236,7 @@ def test_log_softmax_refuses_what_it_would_misread(change, message):
         ({"attention_mask": {"full_attention": None}}, TypeError, "attention_mask is a dict"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, ValueError, "cu_seq_lens_q.*position_ids"),
         ({"use_cache": True}, NotImplementedError, "no HF cache"),
+        ({"past_key_values": DynamicCache()}, NotImplementedError, "no HF cache"),
         ({"inputs_embeds": torch.zeros(1, 9, 100)}, ValueError, "either input_ids or inputs_embeds"),
     ],
     ids=str,
