@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samebits import LLM, SamplingParams
+from samebits.kernels import cpu
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model, lora
@@ -35,12 +36,27 @@ def check_schedules(path, dtype, models, name, cases, first=0, settings=lambda r
     assert preemptions and hits and mixed, "the schedules exercised nothing"
 
 
+@pytest.fixture
+def together(monkeypatch):
+    """How many items each step's attention takes together at most."""
+    found, share_reads = [], cpu.share_reads
+
+    def spy(*args):
+        items = share_reads(*args)
+        found.append(items[:, 3].max())
+        return items
+
+    monkeypatch.setattr(cpu, "share_reads", spy)
+    return found
+
+
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", [*CONFIGS, "qwen3_moe"])
-def test_no_schedule_changes_a_bit(checkpoint, family, dtype, cases):
+def test_no_schedule_changes_a_bit(checkpoint, together, family, dtype, cases):
     path, models = two_versions(checkpoint, family, dtype)
     check_schedules(path, dtype, models, f"{family}-{dtype}", cases)
+    assert max(together) > 1, "no sequences shared the reads of a prefix"
 
 
 FAST = {"qwen3_moe", "glm4_moe", "granite", "gemma3_text", "smollm3"}

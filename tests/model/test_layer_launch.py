@@ -63,7 +63,7 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
     path = checkpoint(family, num_hidden_layers=LAYERS)
     adapter = adapted_model(path, dtype) if adapted else None
     llm = LLM(path, dtype=dtype, adapter=adapter, kv_cache_memory_bytes=2**24)
-    for number, tokens in ((3, 3), (17, 3), (40, 9)):  # rows by one thread, shared, and low-rank updates shared, too
+    for number, tokens in ((3, 3), (17, 3), (70, 3)):  # rows by one thread, shared, and low-rank updates shared, too
         prompts = [[5, 7, *[11 + i] * (tokens - 2)] for i in range(number)]
         launches.clear()
         found = generate(llm, prompts)
@@ -71,6 +71,34 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
         assert {count for count, _ in launches} == {LAYERS}
         assert max(rows for _, rows in launches) <= cpu.LAYER_ROWS
         assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("dtype", "adapted"), [("float32", False), ("bfloat16", True)])
+def test_launches_of_groups_that_share_reads_and_draft_have_the_bits_of_their_kernels(
+    checkpoint, dtype, adapted, launches, monkeypatch
+):
+    path = checkpoint("qwen3", num_hidden_layers=LAYERS)
+    adapter = adapted_model(path, dtype) if adapted else None
+    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+    drafts = {"method": lambda ids: ids[-2:], "num_speculative_tokens": 2}
+    llm = LLM(path, dtype=dtype, adapter=adapter, kv_cache_memory_bytes=2**24, speculative_config=drafts)
+    params = SamplingParams(n=4, max_tokens=12, seed=3, temperature=0.5, ignore_eos=True)
+    together, share_reads = [], cpu.share_reads
+    monkeypatch.setattr(cpu, "share_reads", lambda *args: (together.append(share_reads(*args)), together[-1])[1])
+    found = []
+    for rows in (cpu.LAYER_ROWS, 0):
+        monkeypatch.setattr(cpu, "LAYER_ROWS", rows)
+        llm.reset_prefix_cache()
+        launches.clear()
+        together.clear()
+        before = llm.stats().draft_tokens
+        outs = llm.generate([[5, 7, 11 + i] * 12 for i in range(6)], params, use_tqdm=False)
+        found.append([(c.token_ids, c.logprobs) for out in outs for c in out.completions])
+        assert bool(launches) == (rows > 0)
+        assert max(items[:, 3].max() for items in together) >= 4
+        assert llm.stats().draft_tokens > before
+    assert found[0] == found[1]
 
 
 def test_windows_of_a_layer_are_its_own(checkpoint, launches, monkeypatch):
