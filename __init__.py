@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 # OpenMP threads that wait by spinning for long starve each other when another process wants a core: measured on two
-# cores beside one busy process, 10 times slower. Too short a wait costs 10 % on a quiet machine. libgomp reads this
-# once, when torch loads it.
+# cores beside one busy process, 10 times slower. Too short a wait costs 10 % on a quiet machine, and far more where
+# other threads have OpenMP's, too, as gloo's in a trainer: the second setting is how long they spin then. libgomp reads
+# both once, when torch loads it.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+if sys.platform == "linux":  # elsewhere OpenMP is another library, which would spin for ever
+    os.environ.setdefault("OMP_WAIT_POLICY", "ACTIVE")
 
 _HOMES = {
     "LLM": "engine",

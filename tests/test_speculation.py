@@ -179,6 +179,28 @@ def test_rollouts_are_drafted_from_those_of_the_same_settings(checkpoint):
         assert llm.stats().steps - steps < 80 / 4
 
 
+def test_an_update_that_keeps_old_kv_gives_the_bits_without_drafts(checkpoint):
+    path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
+    prompt, params = [5, 7, 9], SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+
+    def run(llm, tokens):
+        """An update once so many tokens are known. Returns how many were, and the completion."""
+        llm.add_request(prompt, params)
+        known = 0
+        while known < tokens:
+            known = sum(len(c.token_ids) for out in llm.step() for c in out.completions)
+        llm.update_weights(models[1], recompute_running=False)
+        while llm.has_unfinished_requests():
+            (last,) = llm.step()
+        return known, last.completions[0]
+
+    drafts = {"method": Prophet(path, models, [(prompt, params)], wrong_after=2), "num_speculative_tokens": 3}
+    drafting = LLM(path, async_scheduling=False, speculative_config=drafts)
+    known, found = run(drafting, 20)
+    assert drafting.stats().accepted_tokens > 0
+    assert run(LLM(path, async_scheduling=False), known) == (known, found)
+
+
 @pytest.mark.parametrize("drafter", ["suffix", "right", "right, then wrong", "noise"])
 def test_all_that_an_answer_says_is_the_same_with_drafts(tmp_path, checkpoint, drafter):
     """Stop strings, alternatives, ranks, scores of prompts, texts and reasons: beside an engine without drafts."""

@@ -223,7 +223,7 @@ def test_a_grammar_is_followed_without_drafts_and_to_the_same_bits(path, monkeyp
         llm = LLM(path, **settings)
         (out,) = llm.generate([PROMPT], params, use_tqdm=False)
         assert llm.stats().draft_tokens == 0
-        llm.generate([PROMPT], free, use_tqdm=False)
-        found.append(out.completions)
+        beside = llm.generate([PROMPT] * 2, [params, free], use_tqdm=False)
+        found.append([each.completions for each in (out, *beside)])
     assert found[0] == found[1]
     assert llm.stats().draft_tokens > 0, "nothing was drafted for the other sample: this proves nothing"

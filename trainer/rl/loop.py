@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
 import warnings
@@ -36,6 +37,19 @@ from .rollout import RolloutWorker, Trajectory
 from .tasks import Task
 
 LOSS_SCALE_GROWTH = 1000  # updates with finite gradients before the loss scale is doubled
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector off the objects that are there before: to look through them takes 0.2 s each time."""
+    frozen_by_others = gc.get_freeze_count() > 0
+    if not frozen_by_others:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_by_others:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,7 @@ class Trainer:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
+    @frozen_heap()
     def step(self) -> dict[str, float]:
         """One batch of rollouts and its updates. Returns metrics, but for times the same on every rank.
 
@@ -331,6 +346,7 @@ class Trainer:
                 self.save()
             on_step(metrics)
 
+    @frozen_heap()
     def evaluate(self, count: int = 256, temperature: float = 0.0) -> float:
         """Mean reward of answers to `count` validation problems: greedy ones, or sampled ones with fixed seeds."""
         return self.worker.evaluate(count, temperature)

@@ -1,6 +1,7 @@
 """The RL trainer's parts, each against a formula, an oracle or its own repetition."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from samebits.trainer.rl.tasks import TASKS, JsonlTask, MathGrader, Problem
 from samebits.trainer.rl.tiny import fine_tune, make_tiny_model
 from samebits.trainer.verify import falsify
 
+from helpers import faults
 from helpers.digits import Digits
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -319,6 +321,25 @@ def test_filtered_sequences_are_compared_and_the_rest_makes_equal_updates(tiny):
     metrics = trainer.step()
     assert sizes == [4, 4] and metrics["updates"] == 2
     assert metrics["compared_tokens"] == 12 * metrics["length"]
+
+
+def test_old_objects_are_not_looked_through_in_a_step(tiny, monkeypatch):
+    trainer = Trainer(config_of(tiny), make_task("arithmetic"))
+    seen = []
+    faults.before(monkeypatch, trainer.worker, "collect", lambda *args: seen.append(gc.get_freeze_count()))
+    trainer.step()
+    assert seen[0] > 10**5 and gc.get_freeze_count() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_describe", faults.fail(KeyError("x")))
+        with pytest.raises(KeyError):
+            trainer.step()
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        trainer.evaluate(2)
+        assert gc.get_freeze_count() > 0, "what others froze stays so"
+    finally:
+        gc.unfreeze()
 
 
 def test_nan_is_a_difference(tiny):
