@@ -2,7 +2,7 @@
 
 usage: python benchmarks/trainers.py [--model smollm2] [--rounds 3] [--steps 3] [--dtype float32] [--out FILE]
 Each run is a process of its own. A step is rollouts, rewards, log-probs, backward, optimizer and, for samebits, weights
-to the engine; the first step of a run is left out. OMP_NUM_THREADS=2 and GOMP_SPINCOUNT are set for both.
+to the engine; the first step of a run is left out. OMP_NUM_THREADS=2 and what samebits sets of OpenMP are for both.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(run(options.one, options.model, options.dtype, options.steps)))
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000", "OMP_WAIT_POLICY": "ACTIVE"}
     given = ["--model", options.model, "--dtype", options.dtype, "--steps", str(options.steps)]
     rounds = []
     for number in range(options.rounds):
