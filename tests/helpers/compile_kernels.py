@@ -1,5 +1,8 @@
-"""Compiles every Triton kernel, for GPUs that need not be there: `compile_kernels.py CAPABILITY` prints one JSON line
-a kernel and configuration. Launches are caught where they would happen, so signatures are those of real calls."""
+"""Compiles every Triton kernel, for GPUs that need not be there.
+
+`compile_kernels.py CAPABILITY [DTYPE ...]` prints one JSON line a kernel and configuration. Launches are caught where
+they would happen, so signatures are those of real calls.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +113,8 @@ def compile_one(job: dict, capability: int) -> dict:
     }
 
 
-def catch_all(capability: int) -> None:
-    """Every kernel, dtype and schedule, as a model of Qwen3's shape would launch them."""
+def catch_all(capability: int, dtypes: list[torch.dtype]) -> None:
+    """Every kernel and schedule, as a model of Qwen3's shape would launch them."""
     for module in MODULES:
         module.launch = catch
     linear.multiprocessors = lambda device: 1  # what is small goes through persistent programs, too
@@ -119,7 +122,7 @@ def catch_all(capability: int) -> None:
     backward.multiprocessors = attention.multiprocessors = lambda device: 132
     backward.shared_memory = lambda device: SHARED_MEMORY[capability]
     backward.candidate = lambda *_: None
-    for dtype in (torch.bfloat16, torch.float32)[: 2 if capability == 90 else 1]:  # float16 is as bfloat16
+    for dtype in dtypes:
         name = "float32" if dtype == torch.float32 else "16-bit"
         tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
         if capability >= 90 and dtype == torch.bfloat16:
@@ -199,10 +202,10 @@ def catch_experts(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
-    catch_all(capability)
+    capability, *names = sys.argv[1:]
+    catch_all(int(capability), [getattr(torch, name) for name in names])
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(lambda job: compile_one(job, capability), caught.values()):
+        for result in pool.map(lambda job: compile_one(job, int(capability)), caught.values()):
             print(json.dumps(result), flush=True)
 
 

@@ -941,6 +941,9 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
 ]
 
 
+COMPILED_SELDOM = [(90, "float32"), (80, "bfloat16"), (100, "bfloat16")]
+
+
 def check_hot_kernels(compiled: list[dict]) -> None:
     """Compare registers, stack and programs with the table: each of its rows has a kernel."""
     narrow = [c for c in compiled if "*bf16" in c["dtypes"]]
@@ -952,14 +955,17 @@ def check_hot_kernels(compiled: list[dict]) -> None:
             assert c["registers"] <= registers and roomy and c["stack"] <= stack, c
 
 
-@pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
-def test_kernels_compile(capability, tmp_path):
-    """For Ampere, Hopper and Blackwell, without one of them."""
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(90, "bfloat16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED_SELDOM)],
+)
+def test_kernels_compile(capability, dtype, tmp_path):
+    """For Ampere, Hopper and Blackwell, without one of them; float16 is as bfloat16."""
     script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(
-        [sys.executable, script, str(capability)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, script, str(capability), dtype], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
@@ -968,7 +974,7 @@ def test_kernels_compile(capability, tmp_path):
         "_rms_norm_backward", "_gated_backward", "_place_heads", "_peaks", "_thresholds", "_scores",
         "_grouped", "_grouped_outer", "_gated_halves", "_combine", "_softmax", "_row_sums", "_top_k",
     }  # fmt: skip
-    if capability == 90:
+    if (capability, dtype) == (90, "bfloat16"):
         check_hot_kernels(compiled)
     norms = {(*c["dtypes"], c["constants"]["BLOCK"], c["sum"]) for c in compiled if c["kernel"] == "_rms_norm"}
     assert len({(*kind,) for *kind, _ in norms}) == len(norms), f"trees differ: {norms}"
