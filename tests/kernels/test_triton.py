@@ -867,6 +867,7 @@ def test_no_draft_changes_a_bit_in_graphs(checkpoint, monkeypatch):
     assert llm.engine.executor.workers[0].runner.graphs._buckets
 
 
+@pytest.mark.slow
 def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
     path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)

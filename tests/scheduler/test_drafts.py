@@ -293,7 +293,7 @@ def test_a_sequence_waits_for_drafts_only_where_they_promise_a_token():
                 one.begin_step(1, 1)
                 one.draft(grown, 100)
             grown.token_ids.append(50)
-        assert sum(waits) == (400 / PROBE_EVERY - 1 if seconds(2) == 1.0 else 4), "probes that cost more are rarer"
+        assert sum(waits) == (400 / PROBE_EVERY - 1 if seconds(2) == 1.0 else 3), "probes that cost more are rarer"
     one = speculator(lambda rows: 1.0, [3] * 8)
     rounds(one, right=True)
     assert all(one.pays_to_wait(sequence(number, [1])) for number in range(5))
