@@ -1,8 +1,9 @@
 """What the engine offers to a server: deltas, released memory, salted prefixes, updates in parts."""
 
+import ctypes
 import dataclasses
-import os
-import pathlib
+import mmap
+import sys
 
 import pytest
 import torch
@@ -165,14 +166,20 @@ def test_prefixes_are_shared_within_a_cache_salt_alone(llm):
         one(llm, SamplingParams(), {"prompt_token_ids": [1], "cache_salt": 5})
 
 
-def resident_bytes():
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(tensor):
+    """Return how much of a tensor's memory, in whole pages, the system has given."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * count)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's account of this process")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are there")
 def test_a_pool_of_a_given_size_is_taken_at_start(checkpoint):
-    one(LLM(checkpoint("llama"), kv_cache_memory_bytes=2**20), SamplingParams(max_tokens=2))  # what comes but once
-    before = resident_bytes()
-    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**28)
-    assert resident_bytes() - before > 0.9 * 2**28
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**26)
+    pool = [tensor for caches in llm.engine.executor.workers[0].runner.kv_caches for tensor in caches]
+    assert sum(map(resident_bytes, pool)) > 0.9 * 2**26
+    untouched = torch.empty(2**26, dtype=torch.uint8)
+    assert resident_bytes(untouched) < 0.1 * 2**26  # or this test couldn't fail
     assert llm.stats().kv_blocks_used == 0
