@@ -15,7 +15,6 @@ from ..model.checkpoint import CheckpointError
 from .detokenizer import Tokenizer
 from .request import Request, Sample
 from .sampling_params import SamplingParams
-from .structured_outputs import Constraint
 
 Prompt = str | Sequence[int] | dict[str, Any]
 SEED_BITS = 53  # of seeds that are drawn: replies tell them, and some readers of JSON hold integers as doubles
@@ -55,7 +54,7 @@ class InputProcessor:
         if params.min_tokens and len({*eos, *params.stop_token_ids}) == self.vocab_size:
             raise ValueError("every token is EOS or a stop token: min_tokens leaves nothing to sample")
         if params.structured_outputs is not None:
-            Constraint(params.structured_outputs, self.need_tokenizer("structured outputs"), self.vocab_size, eos)
+            self.need_tokenizer("structured outputs")
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**64
         request = Request(request_id, text, ids, params, seed, eos, self.vocab_size)
         max_tokens = min(params.max_tokens or room, room)
@@ -65,6 +64,7 @@ class InputProcessor:
         request.samples = [Sample(request, index, max_tokens, cached) for index in range(params.n)]
         for sample in request.samples:
             sample.cache_salt = cache_salt
+            sample.begin_constraint(self.tokenizer)
         return request
 
     def check_ids(self, ids: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ class Sample(Sequence):
         self.text: str | None = None  # once finished
         self.stream: TextStream | None = None
         self.routed_experts: np.ndarray | None = None  # once finished, where they are asked for
-        self.constraint: Constraint | None = None  # of structured_outputs, where the sample runs
+        self.constraint: Constraint | None = None  # of structured_outputs, in the process where it was made
         self.needs_tokens = request.params.structured_outputs is not None
         if request.params.prompt_logprobs is not None and index == 0:
             self.token_cost = 2  # a token of the prompt costs a row of logits, too
@@ -74,9 +74,9 @@ class Sample(Sequence):
         self.versions.append((version, stale_kv))
 
     def begin_constraint(self, tokenizer: Tokenizer | None) -> None:
-        """Make the constraint of structured_outputs, where the request has any."""
+        """Make the constraint of structured_outputs, where the request has any and it wasn't made yet."""
         grammar = self.request.params.structured_outputs
-        if grammar is not None:
+        if grammar is not None and self.constraint is None:
             self.constraint = Constraint(grammar, tokenizer, self.request.vocab_size, self.request.eos_token_ids)
             for token in self.completion_token_ids:  # sampled by another replica
                 self.constraint.advance(token)

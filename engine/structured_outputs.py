@@ -23,7 +23,7 @@ class GrammarError(ValueError):
 class StructuredOutputsParams:
     """What a completion must look like, from its first token to EOS; exactly one of these. The names are vLLM's.
 
-    Raises GrammarError, a ValueError, with the place where a grammar is wrong or asks for what isn't supported.
+    Raises GrammarError, a ValueError; what is wrong in a grammar is found where a prompt comes with it.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -42,23 +42,13 @@ class StructuredOutputsParams:
         asked = {name: value for name, value in given.items() if value}
         if len(asked) != 1:
             raise GrammarError(f"structured_outputs needs exactly one of {', '.join(given)}; got {[*asked] or 'none'}")
-        self.compiled  # noqa: B018  found here, an error is the caller's
+        try:
+            self.source  # noqa: B018  found here, an error is the caller's
+        except TypeError as error:
+            raise GrammarError(f"structured_outputs: {error}") from error
 
     @functools.cached_property
-    def compiled(self) -> str:
-        """The grammar in llguidance's own form."""
-        from llguidance import LLMatcher, grammar_from
-
-        try:
-            compiled = grammar_from(*self._source())
-        except (TypeError, ValueError) as error:
-            raise GrammarError(f"structured_outputs: {error}") from error
-        failed, problems = LLMatcher.validate_grammar_with_warnings(compiled)
-        if failed:
-            raise GrammarError(f"structured_outputs: {problems[0]}")
-        return compiled
-
-    def _source(self) -> tuple[Any, str]:
+    def source(self) -> tuple[Any, str]:
         """The kind and the text of the grammar, as llguidance takes them."""
         if self.json_object:
             return "json", '{"type": "object"}'
@@ -78,27 +68,18 @@ class Constraint:
     """The tokens that a grammar allows after those of a completion so far.
 
     mask: one bit per token, u32 [ceil(V / 32)]; bit j % 32 of word j // 32 is 1 where token j may come next. eos: the
-    ids that end a completion. Raises GrammarError where the grammar can't be worked with.
+    ids that end a completion. Raises GrammarError where the grammar can't be worked with, for which it is compiled: a
+    large one takes a second, once.
     """
 
     def __init__(self, params: StructuredOutputsParams, tokenizer: Any, vocab_size: int, eos: Sequence[int]):
-        from llguidance import LLMatcher
-
-        self._matcher = LLMatcher(grammar_tokenizer(tokenizer, vocab_size, (*eos,)), params.compiled, log_level=0)
-        self.mask = self._allowed()
+        matcher, self.mask = _beginning(params.source, tokenizer, vocab_size, (*eos,))
+        self._matcher = matcher.deep_copy()
 
     def advance(self, token: int) -> None:
         """Add a token to the completion. GrammarError where it breaks the grammar, or none may follow it."""
         self._matcher.consume_token(token)
-        self.mask = self._allowed()
-
-    def _allowed(self) -> np.ndarray:
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():
-            raise GrammarError(f"structured_outputs: {self._matcher.get_error().partition('<state>')[0].strip()}")
-        if not words.any():
-            raise GrammarError("structured_outputs: the grammar and the vocabulary leave no token here")
-        return words
+        self.mask = _allowed(self._matcher)
 
     def masks(self, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Yield the mask that each token of a whole completion was sampled under. GrammarError: there is none."""
@@ -111,6 +92,30 @@ class Constraint:
                     "score completions with the parameters, and the version of llguidance, that they were sampled with"
                 )
             yield self.mask
+
+
+@functools.lru_cache(maxsize=16)
+def _beginning(
+    source: tuple[Any, str], tokenizer: Any, vocab_size: int, eos: tuple[int, ...]
+) -> tuple[Any, np.ndarray]:
+    """Return a grammar's matcher, to be copied, and its first mask."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        compiled = grammar_from(*source)
+    except (TypeError, ValueError) as error:
+        raise GrammarError(f"structured_outputs: {error}") from error
+    matcher = LLMatcher(grammar_tokenizer(tokenizer, vocab_size, eos), compiled, log_level=0)
+    return matcher, _allowed(matcher)
+
+
+def _allowed(matcher: Any) -> np.ndarray:
+    words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    if matcher.is_error():
+        raise GrammarError(f"structured_outputs: {matcher.get_error().partition('<state>')[0].strip()}")
+    if not words.any():
+        raise GrammarError("structured_outputs: the grammar and the vocabulary leave no token here")
+    return words
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,6 +16,7 @@ from ..engine.sampling_params import MAX_LOGPROBS
 
 MAX_STOPS = 64  # stop strings
 MAX_STOPPING = 1024  # characters of all of them, stop tokens
+MAX_GRAMMAR = 2**16  # characters; the time to compile one may grow with their square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Limits:
         most = max(max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params)
         _check(most, self.logprobs, "log-probs per token", "--max-logprobs")
         for p in params:
+            if p.structured_outputs is not None and len(p.structured_outputs.source[1]) > MAX_GRAMMAR:
+                raise ValueError(f"a grammar, schema or list of choices has at most {MAX_GRAMMAR} characters")
             if len(p.stop) > MAX_STOPS or len("".join(p.stop)) > MAX_STOPPING or len(p.stop_token_ids) > MAX_STOPPING:
                 raise ValueError(
                     f"each token is compared with all stops: at most {MAX_STOPS} stop strings of {MAX_STOPPING} "

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from samebits import LLM, SamplingParams
-from samebits.engine import StructuredOutputsParams
+from samebits.engine import StructuredOutputsParams, structured_outputs
 from samebits.engine.structured_outputs import Constraint, GrammarError
 from samebits.kernels import ops
 from samebits.trainer import exact_model, rescore, token_logprobs
@@ -32,6 +32,15 @@ def path(checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(path):
     return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return LLM(path)
+
+
+def structured(given: dict, **more) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**given), **more)
 
 
 def structured_requests(rng: random.Random, count: int):
@@ -175,9 +184,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG, ids=str)
-def test_a_wrong_grammar_is_refused_where_it_is_made(given, message):
-    with pytest.raises(ValueError, match=message):
-        StructuredOutputsParams(**given)
+def test_a_wrong_grammar_is_refused_before_anything_runs(llm, given, message):
+    with pytest.raises(GrammarError, match=message):
+        llm.generate([PROMPT, PROMPT], [SamplingParams(), structured(given)], use_tqdm=False)
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_grammar_is_compiled_once_for_all_that_ask_for_it(llm, monkeypatch):
+    found, real = [], structured_outputs.grammar_tokenizer
+    monkeypatch.setattr(structured_outputs, "grammar_tokenizer", lambda *how: found.append(how) or real(*how))
+    params = [structured({"choice": ["once", "or", "twice"]}, n=3, max_tokens=9, seed=seed) for seed in range(4)]
+    outputs = llm.generate([PROMPT] * 4, params, use_tqdm=False)
+    assert {c.text for o in outputs for c in o.completions} <= {"once", "or", "twice"}
+    assert len(found) == 1
 
 
 def test_what_has_no_meaning_with_a_grammar_is_refused(path, checkpoint):
@@ -198,14 +217,14 @@ def test_what_has_no_meaning_with_a_grammar_is_refused(path, checkpoint):
 
 
 def test_a_grammar_that_the_vocabulary_cant_follow_ends_its_request_alone(path, monkeypatch):
-    allowed = Constraint._allowed
+    allowed = structured_outputs._allowed
 
-    def fails(self):
-        if self._matcher.is_accepting():
+    def fails(matcher):
+        if matcher.is_accepting():
             raise GrammarError("structured_outputs: the grammar and the vocabulary leave no token here")
-        return allowed(self)
+        return allowed(matcher)
 
-    monkeypatch.setattr(Constraint, "_allowed", fails)
+    monkeypatch.setattr(structured_outputs, "_allowed", fails)
     structured = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["no"]))
     bad, good = LLM(path).generate([PROMPT] * 2, [structured, SamplingParams(max_tokens=20)], use_tqdm=False)
     assert bad.completions[0].finish_reason == "error"
