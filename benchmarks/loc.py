@@ -11,13 +11,13 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5540,
+    "engine + scheduler + model": 5560,
     "cluster": 930,
     "trainer": 610,
     "trainer/rl": 1080,
     "correction": 680,
     "correction/calibration": 570,
-    "integrations": 1950,
+    "integrations": 1960,
     "agents": 205,
     "server": 2000,
     "cli": 1690,

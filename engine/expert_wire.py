@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+_PART = 3 * 2**14  # bytes, a multiple of three
 
-def npy_text(ids: np.ndarray) -> str:
-    """Return an array as vLLM sends it: a .npy file in base64."""
+
+def npy_parts(ids: np.ndarray) -> Iterator[bytes]:
+    """Yield an array as vLLM sends it, a .npy file in base64, part by part."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(ids), allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode("ascii")
+    yield from _base64_parts(file.getbuffer())
 
 
-def int32_text(ids: np.ndarray) -> str:
-    """Return an array as SGLang sends it: its int32 values in base64, without their shape."""
-    return base64.b64encode(np.ascontiguousarray(ids, "<i4").tobytes()).decode("ascii")
+def npy_text(ids: np.ndarray) -> str:
+    """Return what `npy_parts` yields as one string."""
+    return b"".join(npy_parts(ids)).decode("ascii")
+
+
+def int32_parts(ids: np.ndarray) -> Iterator[bytes]:
+    """Yield an array as SGLang sends it, its int32 values in base64 without their shape, part by part."""
+    yield from _base64_parts(memoryview(np.ascontiguousarray(ids, "<i4").tobytes()))
+
+
+def _base64_parts(data: memoryview) -> Iterator[bytes]:
+    for begin in range(0, len(data), _PART):
+        yield base64.b64encode(data[begin : begin + _PART])
 
 
 def parse_ids(given: Any) -> np.ndarray:

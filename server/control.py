@@ -158,17 +158,11 @@ async def pause_generation(server: Served, body: PauseBody | None = None):
 
 
 @vllm.post("/resume")
-async def resume(server: Served):
-    """Resume generation after a pause. 409 in the middle of a weight update."""
-    await server.updates.resume()
-    return reply({"status": "resumed"})
-
-
 @sglang.post("/continue_generation")
-async def continue_generation(server: Served, body: Body | None = None):
+async def resume(server: Served, body: Body | None = None):
     """Resume generation after a pause. 409 in the middle of a weight update."""
     await server.updates.resume()
-    return done("generation continues")
+    return done("generation continues", status="resumed")
 
 
 @vllm.post("/inference/v1/abort_requests")
@@ -343,7 +337,7 @@ async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = N
     memory = [t for t in tags or MEMORY_TAGS if t != "scheduling"]
     await server.engine.call(lambda llm: llm.wake_up(memory))
     asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)
-    if not asleep and server.engine.state.update is None:
+    if not asleep and not server.engine.state.in_update:
         await server.engine.resume()
     return reply({"status": "asleep in part" if asleep else "awake"})
 

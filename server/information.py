@@ -167,26 +167,16 @@ async def server_info(server: Served):
     }
     return reply({
         "vllm_config": {"model_config": model, "weight_transfer_config": {"backend": "gloo"}},
-        "model_path": str(llm.path),
-        "tokenizer_path": str(llm.path),
-        "served_model_name": server.model_name,
-        "model_type": llm.model_config.model_type,
-        "is_generation": True,
-        "tp_size": 1,
-        "pp_size": config.pipeline_parallel_size,
-        "dp_size": config.replicas,
+        "model_path": str(llm.path), "tokenizer_path": str(llm.path), "served_model_name": server.model_name,
+        "model_type": llm.model_config.model_type, "is_generation": True,
+        "tp_size": 1, "pp_size": config.pipeline_parallel_size, "dp_size": config.replicas,
         "enable_memory_saver": False,  # slime's external engines must say so
         "enable_return_routed_experts": llm.engine.has_experts,
         "max_total_num_tokens": llm.engine.capacity,
         "max_running_requests": config.max_num_seqs * config.replicas,
-        "context_length": llm.max_model_len,
-        "weight_version": server.updates.label,
-        "logprobs_mode": LOGPROBS_MODE,
-        "contract": server.contract_hash,
-        "engine": "samebits",
-        "control_port": server.guard.control_port,
-        "limits": asdict(server.engine.limits),
-        "stats": asdict(server.load()),
+        "context_length": llm.max_model_len, "weight_version": server.updates.label, "logprobs_mode": LOGPROBS_MODE,
+        "contract": server.contract_hash, "engine": "samebits", "control_port": server.guard.control_port,
+        "limits": asdict(server.engine.limits), "stats": asdict(server.load()),
     })  # fmt: skip
 
 
@@ -205,13 +195,10 @@ async def loads(server: Served):
     load = server.load()
     blocks = max(load.kv_blocks_total, 1)  # there are none while no replica serves
     core = {
-        "dp_rank": 0,
-        "num_running_reqs": load.num_running,
-        "num_waiting_reqs": load.num_waiting,
-        "num_total_reqs": load.num_running + load.num_waiting,
-        "token_usage": load.kv_blocks_used / blocks,
+        "dp_rank": 0, "num_running_reqs": load.num_running, "num_waiting_reqs": load.num_waiting,
+        "num_total_reqs": load.num_running + load.num_waiting, "token_usage": load.kv_blocks_used / blocks,
         "kv_cache_bytes_used": load.kv_blocks_used * (load.kv_cache_bytes // blocks),
-    }
+    }  # fmt: skip
     return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})
 
 
@@ -219,13 +206,8 @@ async def loads(server: Served):
 async def models(server: Served):
     """The one model that is served, with its length limit and its contract's hash."""
     card = {
-        "id": server.model_name,
-        "object": "model",
-        "created": server.started,
-        "owned_by": "samebits",
-        "root": str(server.llm.path),
-        "parent": None,
-        "max_model_len": server.llm.max_model_len,
+        "id": server.model_name, "object": "model", "created": server.started, "owned_by": "samebits",
+        "root": str(server.llm.path), "parent": None, "max_model_len": server.llm.max_model_len,
         "contract": server.contract_hash,
-    }
+    }  # fmt: skip
     return reply({"object": "list", "data": [card]})

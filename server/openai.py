@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..agents import plain
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
-from ..engine.expert_wire import npy_text
+from ..engine.expert_wire import npy_parts
 from .async_engine import GenerateRequest
 from .chat import Conversation
 from .protocol import Body, CallBody, Ids, Items, Sampling, answer, data_router, finite, reply, usage, version_spans
@@ -143,14 +143,11 @@ class _Writer:
     def envelope(self, choices: list[dict]) -> dict:
         kind = "chat.completion" + ".chunk" * bool(self.body.stream) if self.chat else "text_completion"
         return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.server.model_name,
+            "id": self.id, "object": kind, "created": self.created, "model": self.server.model_name,
             "system_fingerprint": f"samebits-{self.server.contract_hash or 'inexact'}",
             "weight_version": self.server.updates.label,
             "choices": iter(choices),
-        }
+        }  # fmt: skip
 
     def choice(self, request: int, output: RequestOutput, c: Completion) -> dict:
         """A choice, or what is new of it. request: its index among all of the call."""
@@ -166,7 +163,7 @@ class _Writer:
         if body.return_token_ids:
             found["token_ids"] = c.token_ids
         if c.routed_experts is not None:
-            found["routed_experts"] = npy_text(c.routed_experts)
+            found["routed_experts"] = lambda: npy_parts(c.routed_experts)
         if body.return_weight_versions:
             found["weight_versions"] = version_spans(c, self.server.updates.label_of)
         if begins:
@@ -306,15 +303,13 @@ async def inference_generate(body: TokensRequest, server: Served):
 
     def choice(c: Completion) -> dict:
         return {
-            "index": c.index,
-            "token_ids": c.token_ids,
-            "finish_reason": c.finish_reason,
-            "stop_reason": c.stop_reason,
+            "index": c.index, "token_ids": c.token_ids,
+            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason,
             "logprobs": None if params.logprobs is None else {"content": _token_entries(c)},
             "weight_versions": version_spans(c, server.updates.label_of),
-            "routed_experts": None if c.routed_experts is None else npy_text(c.routed_experts),
+            "routed_experts": None if c.routed_experts is None else lambda: npy_parts(c.routed_experts),
             "sampling_mask": None,
-        }
+        }  # fmt: skip
 
     def envelope(output: RequestOutput) -> dict:
         return {

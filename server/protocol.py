@@ -163,16 +163,24 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 
 
 class FastRoute(APIRoute):
-    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
+    """Reads JSON with orjson, and refuses what it would ignore: a body where it takes none, unknown query parameters.
+
+    abandons: end the work, waiting or running, when the client is gone.
+    """
 
     abandons = False
 
     def get_route_handler(self):
         """Return FastAPI's handler on requests that orjson decodes."""
         handle = super().get_route_handler()
+        known = [str(field.alias) for field in self.dependant.query_params]
 
         async def run(request: Request) -> Response:
             request = _OrjsonRequest(request.scope, request.receive)
+            unknown = [*set(request.query_params).difference(known)]
+            if unknown or (self.body_field is None and await request.body() not in (b"", b"{}", b"null")):
+                what = f"query parameter {unknown[0][:100]!r}" if unknown else "body"
+                raise ValueError(f"unknown {what}: {self.path} takes {', '.join(known) or 'nothing'} in its query")
             if not self.abandons:
                 return await handle(request)
             await request.body()
@@ -258,7 +266,7 @@ async def answer(
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, made piece by piece: iterators are lists, bytes are JSON already."""
+    """The JSON of a value, piece by piece: iterators are lists, bytes are JSON, functions yield a string's ASCII."""
     if isinstance(value, dict):
         mark = b"{"
         for name, inner in value.items():
@@ -270,6 +278,8 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield orjson.dumps(value)
     elif isinstance(value, bytes):
         yield value
+    elif callable(value):
+        yield from itertools.chain((b'"',), value(), (b'"',))
     else:
         mark = b"["
         for item in value:

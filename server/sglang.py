@@ -13,7 +13,7 @@ import orjson
 from pydantic import Field
 
 from ..engine import Completion, RequestOutput, StructuredOutputsParams, VersionSpan
-from ..engine.expert_wire import int32_text
+from ..engine.expert_wire import int32_parts
 from .async_engine import GenerateRequest
 from .protocol import Body, Ids, Items, RequestId, Sampling, answer, data_router, finite, version_spans
 from .service import Served, Service
@@ -138,24 +138,19 @@ class _Writer:
     def whole(self, output: RequestOutput, c: Completion, first_or_last: bool = True) -> dict:
         label_of = self.server.updates.label_of
         meta: dict[str, Any] = {
-            "id": self.rid,
-            "finish_reason": _finish_reason(c),
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(c.token_ids),
-            "cached_tokens": output.num_cached_tokens,
-            "sampling_seed": output.seed,
-            "weight_version": label_of(c.weight_version),
-            "weight_versions": version_spans(c, label_of),
-            "e2e_latency": time.perf_counter() - self.begin,
+            "id": self.rid, "finish_reason": _finish_reason(c), "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(c.token_ids), "cached_tokens": output.num_cached_tokens,
+            "sampling_seed": output.seed, "weight_version": label_of(c.weight_version),
+            "weight_versions": version_spans(c, label_of), "e2e_latency": time.perf_counter() - self.begin,
             "contract": self.server.contract_hash,
-        }
+        }  # fmt: skip
         if c.routed_experts is not None:
-            meta["routed_experts"] = int32_text(c.routed_experts)
+            meta["routed_experts"] = lambda: int32_parts(c.routed_experts)
             meta["routed_experts_shape"] = c.routed_experts.shape
         if self.logprobs:
             meta |= self.of_sample(c) | self.of_prompt(output, first_or_last and c.index == 0)
         found = {"text": c.text, "output_ids": [*c.token_ids], "meta_info": meta}
-        if self.body.return_prompt_token_ids:
+        if self.body.return_prompt_token_ids and first_or_last:
             found["prompt_token_ids"] = output.prompt_token_ids
         return found
 

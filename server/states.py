@@ -32,7 +32,7 @@ class ServerState:
     | a weight update | any but updating | updating, and back; also between the calls that bring its tensors |
     | | updating, by another call | 409 |
     | memory is released | any | asleep; the pauses that wait are over: 409 |
-    | memory is taken back | asleep | what was there before; vLLM's wake_up resumes, too, if no update is under way |
+    | memory is taken back | asleep | what was there before; vLLM's wake_up resumes, too, unless updating lies below |
     | SIGTERM | any | stopping, for good |
 
     updating and asleep lie over the other three, which go on below them. One name is told: the topmost.
@@ -56,13 +56,18 @@ class ServerState:
         return self.pause_mode is not None
 
     @property
+    def in_update(self) -> bool:
+        """True from an update's first call to its last."""
+        return self.update is not None or self.pending is not None
+
+    @property
     def name(self) -> str:
         """The topmost state: serving, pausing, paused, updating, asleep or stopping."""
         if self.stopping:
             return "stopping"
         if not (self.llm.has_weights and self.llm.has_kv_cache):
             return "asleep"
-        if self.update is not None or self.pending is not None:
+        if self.in_update:
             return "updating"
         if self.paused:
             return "paused"

@@ -8,7 +8,7 @@ import orjson
 import pytest
 import torch
 
-from samebits.engine.expert_wire import int32_text, npy_text, parse_ids, shape_ids
+from samebits.engine.expert_wire import int32_parts, npy_text, parse_ids, shape_ids
 from samebits.integrations.rollouts import Rollout, RolloutFormatError, read_rollouts, write_rollouts
 
 PROMPT, TOKENS = [5, 6, 7], [8, 9]
@@ -102,6 +102,6 @@ def test_rollout_data_of_slime_and_miles(tmp_path):
 
 def test_both_texts_hold_the_array():
     assert np.array_equal(parse_ids(npy_text(IDS)), IDS)
-    assert np.array_equal(parse_ids(int32_text(IDS)).reshape(IDS.shape), IDS)
+    assert np.array_equal(parse_ids(b"".join(int32_parts(IDS))).reshape(IDS.shape), IDS)
     with pytest.raises(ValueError, match=r"shape \[30\], expected \[8, 3, 2\]"):
         shape_ids(IDS.reshape(-1), 9, LAYERS, K)

@@ -99,11 +99,30 @@ def test_control_without_a_key_answers_at_its_own_port_alone(path):
         assert state(server) == "serving" and server.llm.ready
         with httpx.Client(base_url=f"http://127.0.0.1:{server.control_port}", timeout=60) as direct:
             assert direct.post("/pause").json() == {"status": "paused"}
-            assert direct.post("/resume").json() == {"status": "resumed"}
+            assert direct.post("/resume").json()["status"] == "resumed"
             assert direct.post("/inference/v1/generate", json=SHORT).status_code == 200, "all routes answer here"
             assert direct.post("/pause", headers={"x-forwarded-for": "10.0.0.1"}).status_code == 403
             assert direct.get("/flush_cache", headers={"sec-fetch-site": "same-site"}).status_code == 403
         assert client.update_weights(exact_model(path)) == 1, "our client finds the port"
+
+
+IGNORED = {
+    "a misspelt mode": ("/pause?mod=keep", None, "unknown query parameter 'mod': /pause takes mode, clear_cache"),
+    "a mode in the body": ("/pause", {"mode": "keep"}, "unknown body: /pause takes mode, clear_cache in its query"),
+    "a level in the body": ("/sleep", {"level": 2}, "unknown body: /sleep takes level, mode"),
+    "a mode in the query": ("/pause_generation?mode=in_place", None, "unknown query parameter 'mode'"),
+    "a label in the query": ("/update_weights?weight_version=3", {}, "unknown query parameter 'weight_version'"),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_what_a_control_route_would_ignore_is_a_400(server, case):
+    route, body, message = IGNORED[case]
+    refused = server.post(route, body)
+    assert refused.status_code == 400 and message in refused.json()["message"], refused.text
+    assert state(server) == "serving"
+    server.ok("/pause", {})
+    server.ok("/resume", {})
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -151,6 +170,18 @@ def test_a_pause_never_waits_for_requests_that_cannot_end(server, stop, go_on):
         server.post(go_on)
         assert state(server) == "serving"
         server.ok("/inference/v1/generate", SHORT)
+
+
+def test_waking_up_in_the_midst_of_an_update_ends_no_pause(server, path):
+    server.ok("/pause?mode=keep")
+    server.ok("/begin_weight_update")
+    server.ok("/wake_up")
+    assert server.get("/is_paused") == {"is_paused": True, "state": "updating"}
+    server.ok("/update_weights_from_disk", {"model_path": str(path)})
+    server.ok("/wake_up")
+    assert state(server) == "updating", "what came isn't in force yet"
+    server.ok("/end_weight_update")
+    assert state(server) == "paused"
 
 
 def test_a_server_that_sleeps_says_so_and_lives(server):

@@ -80,7 +80,7 @@ class Model:
             self.paused = False
         elif verb == "wake up":
             self.weights = self.kv = True
-            self.paused = False
+            self.paused = self.paused and self.begun
         elif verb == "release":
             self.kv = False
         elif verb == "take":
