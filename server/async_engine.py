@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,13 +50,19 @@ class GenerateRequest:
 
 
 class Generation:
-    """The engine requests of one call, and the way back of their outputs. sizes: id of each -> its samples."""
+    """The engine requests of one call, and the way back of their outputs.
+
+    sizes: id of each -> its samples. admitted: the engine has them, or will before any later command. aborted: those
+    that were aborted before.
+    """
 
     def __init__(self, engine: AsyncEngine, request_id: str, sizes: dict[str, int]):
         self.engine = engine
         self.request_id = request_id
         self.index = {name: i for i, name in enumerate(sizes)}
         self.unfinished = dict(sizes)
+        self.admitted = False
+        self.aborted: set[str] = set()
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -171,8 +177,12 @@ class AsyncEngine:
         try:
             for request in requests if generation.unfinished else ():  # a step may have failed since, and with it these
                 self.llm.add_request(request)
+            for name in generation.aborted:
+                self.llm.abort(name)
         except Exception as error:
             logger.exception("a checked request was not admitted")
+            for request in requests:
+                self.llm.abort(request.request_id)
             self.loop.call_soon_threadsafe(self._end, generation, error)
 
     # --- the event loop ---------------------------------------------------------------------------------------------
@@ -205,8 +215,7 @@ class AsyncEngine:
         self.num_sequences += count
         self._idle.clear()
         try:
-            inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
-            checked = await asyncio.gather(*(self._checked(r, n, inline) for r, n in zip(requests, sizes, strict=True)))
+            checked = await self._checked(requests, sizes)
             self.limits.check_reply(checked)
             for request in checked:
                 request.call = request_id
@@ -215,16 +224,23 @@ class AsyncEngine:
                 self._release(name)
             raise
         if generation.unfinished:  # or a step failed meanwhile, and with it this
+            generation.admitted = True
             self.call(lambda llm: self._add(generation, checked))
         return generation
 
-    async def _checked(self, request: GenerateRequest, name: str, inline: bool) -> Request:
-        prompt: dict[str, Any] = {"prompt": request.prompt, "cache_salt": request.cache_salt}
-        arguments = (prompt, request.params, name, self.tokenization.processor)
-        self.tokenization.check_length(request.prompt)
-        if inline and request.params.structured_outputs is None:
-            return self.llm.process(*arguments)
-        return await self.tokenization.in_thread(self.llm.process, *arguments)
+    async def _checked(self, requests: Sequence[GenerateRequest], names: Iterable[str]) -> list[Request]:
+        """Check and tokenise a call's prompts, one after another, so that others get their turns in the threads."""
+        for request in requests:
+            self.tokenization.check_length(request.prompt)
+        inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
+        checked = []
+        for r, name in zip(requests, names, strict=True):
+            arguments = {"prompt": r.prompt, "cache_salt": r.cache_salt}, r.params, name, self.tokenization.processor
+            if inline and r.params.structured_outputs is None:
+                checked.append(self.llm.process(*arguments))
+            else:
+                checked.append(await self.tokenization.in_thread(self.llm.process, *arguments))
+        return checked
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -264,7 +280,10 @@ class AsyncEngine:
         for name in request_ids or self.generations:
             call = self.generations.get(name)
             ids.update(call.unfinished if call else [name])
-        return self.call(lambda llm: sum(map(llm.abort, sorted(ids))))
+        early = [name for name in ids if name in self.by_engine_id and not self.by_engine_id[name].admitted]
+        for name in early:
+            self.by_engine_id[name].aborted.add(name)
+        return self.call(lambda llm: len(early) + sum(map(llm.abort, sorted(ids.difference(early)))))
 
     async def pause(self, mode: str, refuse: bool) -> None:
         """Stop between two steps; return when nothing runs.

@@ -21,46 +21,58 @@ from .service import Service
 logger = logging.getLogger(__name__)
 KEEP_ALIVE = 75  # seconds; clients' connection pools keep theirs for less
 MAX_HEAD = 2**16  # bytes of a request's line and headers
-SLOWEST = 60.0  # seconds in which a request must have come, with its body
+SLOWEST = 60.0  # seconds in which a request must have come, with its body, and a client must take 64 KB of its reply
 SWITCH_INTERVAL = 5e-4  # seconds that the event loop may keep the engine's thread waiting for the interpreter
 
 
 class Connection(HttpToolsProtocol):
-    """Ends a connection whose request has too long a head, or comes too slowly."""
+    """Ends a connection whose request has too long a head, or comes too slowly, or whose reply is not taken."""
 
-    head = 0  # bytes of the head that is coming
-    deadline: asyncio.TimerHandle
+    head = 0  # bytes that came since there was news of a body: of a head, of trailers, of what stands beside chunks
+    deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Count the head's bytes until it is complete."""
+        """Count the bytes that are of no body."""
+        self.head += len(data)
         super().data_received(data)
-        self.head = self.head + len(data) if "method" not in self.scope else 0
         if self.head > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request's head has more than {MAX_HEAD} bytes.")
+
+    def on_body(self, body: bytes) -> None:
+        """Count anew."""
+        super().on_body(body)
+        self.head = 0
 
     def connection_made(self, transport) -> None:
         """Expect a request from now on."""
         super().connection_made(transport)
-        self._expect()
+        self._expect(True)
 
     def on_message_begin(self) -> None:
         """Expect the rest of a request."""
         super().on_message_begin()
-        self.deadline.cancel()
-        self._expect()
+        self._expect(True)
 
     def on_message_complete(self) -> None:
         """Expect nothing."""
         super().on_message_complete()
-        self.deadline.cancel()
+        self.head = 0
+        self._expect(False)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        """Expect nothing any more."""
-        super().connection_lost(error)
-        self.deadline.cancel()
+    def pause_writing(self) -> None:
+        """Expect the client to read."""
+        super().pause_writing()
+        self._expect(True)
 
-    def _expect(self) -> None:
-        self.deadline = self.loop.call_later(SLOWEST, self.transport.close)
+    def resume_writing(self) -> None:
+        """Expect nothing."""
+        super().resume_writing()
+        self._expect(False)
+
+    def _expect(self, something: bool) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+        self.deadline = self.loop.call_later(SLOWEST, self.transport.abort) if something else None
 
 
 class Server(uvicorn.Server):
@@ -77,6 +89,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say where it answers."""
+        for listener in sockets or ():
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one is gone
         await super().startup(sockets)
         for listener in sockets or ():
             logger.info("listening on http://%s:%s", *listener.getsockname()[:2])
@@ -88,17 +102,20 @@ class Server(uvicorn.Server):
 
     async def _end(self, deadline: float) -> None:
         logger.info("shutting down: requests have %g s to finish", deadline)
-        if self.started:
-            await self.service.engine.drain(deadline)
-        self.should_exit = True
+        try:
+            if self.started:
+                await self.service.engine.drain(deadline)
+        finally:
+            self.should_exit = True
 
 
 def take_address(host: str, port: int) -> socket.socket:
-    """Return a socket for `serve` that is bound to this address. ValueError where it can't be had."""
+    """Return a socket for `serve` that has this address to itself. ValueError where it can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((host, port))  # although connections of an earlier server are being forgotten
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on, nobody else may
     except (OSError, OverflowError) as error:
         raise ValueError(f"can't listen on {host}, port {port}: {error}; choose another --host or --port") from error
     return listener

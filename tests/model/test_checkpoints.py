@@ -88,6 +88,14 @@ def test_an_index_of_another_form_is_refused(checkpoint, tmp_path, text):
         manifest(path)
 
 
+def test_an_index_larger_than_any_models_is_not_read(checkpoint, tmp_path):
+    path = copy_of(checkpoint("llama"), tmp_path)
+    with (path / "model.safetensors.index.json").open("w") as file:
+        file.truncate(2**40)  # without blocks on disk
+    with pytest.raises(CheckpointError, match="has more than 67108864 bytes"):
+        manifest(path)
+
+
 def file_of(header: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(header) if length is None else length) + header
 

@@ -52,11 +52,15 @@ def post(body: dict, more: bytes = b"") -> bytes:
     return head.encode() + f"content-length: {len(content)}\r\n".encode() + more + b"\r\n" + content
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 HEADS = {
     "a header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ", b"a" * 2**20),
     "headers": (b"GET /health HTTP/1.1\r\nhost: x\r\n", b"x-more: 1\r\n" * 2**20),
     "a path": (b"GET /", b"a" * 2**20),
     "nothing": (b"\r\n", b"\r\n" * 2**20),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"x-more: 1\r\n" * 2**20),
+    "a trailer": (CHUNKED + b"2\r\n{}\r\n0\r\nx-long: ", b"a" * 2**20),
+    "words beside a chunk": (CHUNKED + b"2;x=", b"a" * 2**20),
 }
 
 
@@ -80,6 +84,15 @@ def test_a_head_of_many_kilobytes_is_read(server):
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
 
+def test_a_body_in_many_small_chunks_is_read(server):
+    content = json.dumps({"prompt": [5] * 40_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    assert len(chunks) > 4 * serve.MAX_HEAD
+    head = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close\r\ncontent-type: application/json")
+    with connected(server, head + chunks + b"0\r\n\r\n") as connection:
+        assert b"leaves no room in max_model_len" in received(connection)
+
+
 PARTS = {
     "nothing": b"",
     "half a head": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-",
@@ -97,6 +110,31 @@ def test_a_request_that_never_ends_is_closed_and_one_that_waits_for_tokens_is_no
             assert b"200 OK" not in received(connection)
         assert 0.3 < time.monotonic() - begin < 10
     assert results[0]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_client_that_takes_nothing_of_its_reply_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(serve, "SLOWEST", 0.4)
+    asked = BODY | {"n": 16, "max_tokens": 450, "stream": True, "logprobs": 20, "return_token_ids": True}
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post(asked))
+        wait_for(lambda: server.engine.generations)
+        wait_for(lambda: not server.engine.generations and not server.server.server_state.tasks, 60)
+    with connected(server, post(asked, b"connection: close\r\n")) as connection:
+        assert received(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "who reads gets all"
+
+
+def test_an_address_is_one_servers_alone_and_free_again_once_it_ended(checkpoint):
+    first = serve.take_address("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with pytest.raises(ValueError, match=f"can't listen on 127.0.0.1, port {port}"):
+        serve.take_address("127.0.0.1", port)  # although nobody listens yet: the first one's model still loads
+    first.close()
+    with Serving(checkpoint("llama")) as server:
+        reply = connected(server, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert received(reply)  # the server has closed it: the kernel remembers it for a minute
+    serve.take_address("127.0.0.1", server.port).close()
 
 
 def test_an_idle_connection_outlives_the_time_for_a_request(server, monkeypatch):

@@ -79,6 +79,11 @@ TOO_MUCH = {
     "long stop strings": ("/v1/completions", {"prompt": PROMPT, "stop": ["x" * 1000, "y" * 25]}, "1024 characters"),
     "stop tokens": ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [5] * 1025}, "1024 stop_token_ids"),
     "sequences": ("/v1/completions", {"prompt": [[5]] * 131, "n": 8}, "--max-waiting 1048"),
+    "a grammar": (
+        "/v1/completions",
+        {"prompt": PROMPT, "structured_outputs": {"choice": [f"number {i}" for i in range(6000)]}},
+        "a grammar, schema or list of choices has at most 65536 characters",
+    ),
 }
 
 
@@ -265,6 +270,13 @@ def test_alternatives_of_the_same_text_never_hide_the_sampled_tokens_log_prob(se
         assert top[token] == logprob
 
 
+def test_a_stream_tells_the_prompts_tokens_at_its_begin_and_its_end(server):
+    body = {"input_ids": PROMPT, "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 9}}
+    assert server.ok("/generate", body)["prompt_token_ids"] == PROMPT
+    found = [event.get("prompt_token_ids") for event in events(server.post("/generate", body | {"stream": True}).text)]
+    assert len(found) > 2 and found == [PROMPT, *[None] * (len(found) - 2), PROMPT]
+
+
 def events(text: str) -> list[dict]:
     return [json.loads(x.removeprefix("data: ")) for x in text.split("\n\n") if x.startswith("data: {")]
 
@@ -292,6 +304,7 @@ def test_a_cumulative_stream_grows_with_the_sample_not_with_its_square(server):
 
 # --- others wait for nobody's reply -----------------------------------------------------------------------------------
 
+NUMBERS = {"regex": "|".join(f"number {i}" for i in range(4000))}
 HEAVY = {
     "a prompt's log-probs": ("/v1/completions", {"prompt": [7] * 6000, "prompt_logprobs": 20, "max_tokens": 1, "n": 8}),
     "alternatives": ("/v1/chat/completions", {"messages": [], "input_ids": PROMPT, "logprobs": True,
@@ -301,6 +314,11 @@ HEAVY = {
                                           "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}),
     "many long prompts": ("/v1/completions", {"prompt": [[i] * 1000 for i in range(20)], "max_tokens": 40}),
     "more samples than places": ("/v1/completions", {"prompt": PROMPT, "n": 600, "max_tokens": 40, "ignore_eos": True}),
+    "a grammar": ("/v1/completions", {"prompt": PROMPT, "n": 500, "max_tokens": 8, "return_token_ids": True,
+                                      "structured_outputs": NUMBERS}),
+    "a grammar of many prompts": ("/generate", {"input_ids": [[i] for i in range(1000)], "sampling_params": {
+        "max_new_tokens": 2, "structured_outputs": NUMBERS}}),
+    "a wrong grammar": ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "(a" * 30_000}}),
     "a large body": ("/v1/completions", {"prompt": [7] * 5_000_000}),
     "many prompts": ("/v1/completions", {"prompt": [[7] * 4000] * 1150}),
     "wrong items": ("/v1/completions", {"prompt": [None] * 1_000_000}),
@@ -315,7 +333,8 @@ HEAVY = {
 
 # bytes of their replies, at least
 SERVED = dict.fromkeys(("a prompt's log-probs", "alternatives", "a cumulative stream"), 2**20)
-SERVED |= {"many long prompts": 2**11, "more samples than places": 2**15}
+SERVED |= {"many long prompts": 2**11, "more samples than places": 2**15, "a grammar": 2**14}
+SERVED |= {"a grammar of many prompts": 2**17}
 
 
 def longest_waits(server, request) -> tuple[dict[str, float], list]:
@@ -479,3 +498,76 @@ def test_a_text_that_takes_long_holds_nobody_up_and_what_nobody_waits_for_is_dro
             connection.close()
     assert server.ok("/tokenize", {"prompt": "last"})
     assert not [text for text in tokenizer.texts if "nobody waits" in text]
+
+
+def test_many_texts_of_a_call_leave_threads_for_others(server, monkeypatch):
+    tokenizer = Tokenizer(server, monkeypatch)
+    many = {"prompt": [f"slow {'word ' * 900}{i}" for i in range(3 * tokenization.WORKERS)], "max_tokens": 1}
+    with in_background(server.ok, "/v1/completions", many) as replies:
+        wait_for(lambda: tokenizer.texts)
+        for route, body in ENCODED.items():
+            assert httpx.post(server.url + route, json=body("quick"), timeout=10).status_code == 200
+        tokenizer.go.set()
+    assert len(replies[0]["choices"]) == len(many["prompt"])
+
+
+ENDS = {
+    "an abort of all": ("/abort_request", {"abort_all": True}),
+    "an abort by name": ("/abort_requests", {"request_ids": ["named"]}),
+    "a pause": ("/pause?mode=abort", None),
+    "SGLang's pause": ("/pause_generation", {"mode": "abort"}),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_requests_ends_those_that_are_tokenised_too(server, monkeypatch, case):
+    tokenizer = Tokenizer(server, monkeypatch)
+    body = {"prompt": ["slow " + "word " * 900, "slow, too"], "max_tokens": 4000, "ignore_eos": True}
+    with in_background(server.ok, "/v1/completions", body | {"request_id": "named"}) as replies:
+        wait_for(lambda: tokenizer.texts)
+        ended = server.ok(*ENDS[case])
+        assert ended.get("aborted", 2) == 2
+        tokenizer.go.set()
+    assert [(c["finish_reason"], c["text"]) for c in replies[0]["choices"]] == [("abort", "")] * 2
+    server.ok("/resume")
+    server.idle()
+
+
+def test_a_server_that_ends_waits_for_no_request_that_was_tokenised_while_it_was_paused(wide, monkeypatch):
+    with Serving(wide, {"kv_cache_memory_bytes": 2**24}) as server:
+        tokenizer = Tokenizer(server, monkeypatch)
+        server.ok("/pause?mode=keep")
+        with in_background(server.ok, "/v1/completions", {"prompt": "slow " + "word " * 900}) as replies:
+            wait_for(lambda: tokenizer.texts)
+            server.engine.loop.call_soon_threadsafe(server.server.handle_exit, 15, None)
+            wait_for(lambda: server.engine.state.stopping)
+            tokenizer.go.set()
+        assert replies[0]["choices"][0]["finish_reason"] == "abort"
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+
+
+def test_a_server_ends_although_its_requests_could_not_be_ended(wide, monkeypatch):
+    with Serving(wide, {"kv_cache_memory_bytes": 2**24}) as server:
+
+        async def fails(deadline):
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(server.engine, "drain", fails)
+        server.engine.loop.call_soon_threadsafe(server.server.handle_exit, 15, None)
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+
+
+def test_prompts_of_a_call_that_cant_be_admitted_whole_leave_nothing(server, monkeypatch):
+    add = server.llm.add_request
+
+    def fails(request):
+        if request.prompt_token_ids == [9]:
+            raise RuntimeError("planted")
+        return add(request)
+
+    monkeypatch.setattr(server.llm, "add_request", fails)
+    reply = server.post("/v1/completions", {"prompt": [PROMPT, [9]], "max_tokens": 4000, "ignore_eos": True})
+    assert reply.status_code == 500 and "planted" in reply.text
+    server.idle()
