@@ -58,7 +58,8 @@ def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil
     else:
         if engine != "samebits":
             environment["PYTHONPATH"] = str(pathlib.Path(engine).parent)
-        command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options]
+        command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options,
+                   "--control-port", str(port)]  # fmt: skip
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,7 +91,8 @@ class Client:
     ) -> list[RequestOutput]:
         """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists.
 
-        More than the server takes in one call becomes several calls, one after another.
+        More than the server takes in one call becomes several calls, one after another. One that comes while others'
+        fill the server's queue is sent again, for `timeout` seconds.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -126,9 +128,17 @@ class Client:
             "return_routed_experts": [p.routed_experts for p in each],
             "routed_experts_start_len": [p.routed_experts_prompt_start for p in each],
         }  # fmt: skip
-        response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
+        patience = time.monotonic() + self.timeout
+        while True:
+            response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
+            if response.status_code != 503 or time.monotonic() > patience or not self._is_serving():
+                break
+            time.sleep(float(response.headers.get("Retry-After", 1)))  # others' requests fill its queue
         found = iter(self._checked(response))
         return [_output(prompt, list(islice(found, p.n)), p) for prompt, p in zip(prompts, each, strict=True)]
+
+    def _is_serving(self) -> bool:
+        return self._http.get("/health").is_success and self.get("/is_paused")["state"] == "serving"
 
     def update_weights(
         self,

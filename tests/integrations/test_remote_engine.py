@@ -10,7 +10,7 @@ from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model, lora
 from helpers.models import make_checkpoint
-from helpers.serving import Serving, served_checkpoint
+from helpers.serving import Serving, in_background, served_checkpoint, wait_for
 
 PROMPTS = [[17, 900, 3, 44], "a text", {"prompt_token_ids": [5, 6, 7]}]
 PARAMS = [
@@ -50,6 +50,20 @@ def test_it_is_an_engine_and_gives_the_bits_of_one_in_this_process(path, remote)
     assert remote.contract.hash == local.contract.hash
     assert remote.eos_token_ids == local.eos_token_ids
     assert not remote.has_unfinished_requests()
+
+
+def test_a_call_waits_for_its_place_in_a_full_queue_but_not_for_a_paused_server(path):
+    settings = {"max_num_seqs": 2}
+    with Serving(path, settings, max_waiting=0) as server, Client(server.url) as client, Client(server.url) as other:
+        long = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
+        with in_background(other.generate, [[17, 900]], long):
+            wait_for(lambda: server.engine.num_sequences == 2)
+            assert server.post("/generate", {"input_ids": [5]}).status_code == 503
+            (output,) = client.generate([[5]], SamplingParams(max_tokens=3, seed=1))
+            assert output.completions[0].token_ids
+        server.ok("/pause")
+        with pytest.raises(ServerError, match="paused"):
+            client.generate([[5]])
 
 
 def test_more_than_the_server_holds_goes_in_parts_and_what_never_fits_says_how_to_raise_it(path):
