@@ -1,9 +1,6 @@
 """The command line and the examples, run as a user runs them."""
 
-import contextlib
 import dataclasses
-import gc
-import io
 import json
 import os
 import pathlib
@@ -15,7 +12,6 @@ import sys
 import pytest
 import torch
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from samebits import __version__
@@ -26,6 +22,7 @@ from samebits.kernels.libraries import xformers_state
 from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
 
+from helpers.commands import samebits
 from helpers.families import family_config
 from helpers.serving import add_tokenizer
 
@@ -40,28 +37,6 @@ def run(*command, **kwargs):
 def started(*args):
     """`samebits` in a process of its own."""
     return run("-c", "from samebits.cli.main import main; main()", *args)
-
-
-def samebits(*args, input=""):
-    """The same in this process, which has its imports behind it: they cost more than most commands."""
-    command = ["samebits", *map(str, args)]
-    out, err = io.StringIO(), io.StringIO()
-    code = 0
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setenv("COLUMNS", "120")
-        patch.setattr(main, "console", Console())
-        patch.setattr(sys, "argv", command)
-        patch.setattr(sys, "stdin", io.StringIO(input))
-        try:
-            main.main()
-        except SystemExit as end:
-            code = end.code
-    gc.collect()  # an engine's KV pool
-    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def test_generate_prints_the_same_json_for_the_same_seed(smollm2):

@@ -942,7 +942,7 @@ HOT = [  # on sm_90: kernel, what sets it apart, most registers, fewest programs
 ]
 
 
-COMPILED_SELDOM = [(90, "float32"), (80, "bfloat16"), (100, "bfloat16")]
+COMPILED_SELDOM = [(90, "bfloat16"), (90, "float32"), (80, "bfloat16"), (100, "bfloat16")]
 
 
 def check_hot_kernels(compiled: list[dict]) -> None:
@@ -957,16 +957,20 @@ def check_hot_kernels(compiled: list[dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [(90, "bfloat16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED_SELDOM)],
+    ("capability", "dtype", "which"),
+    [(90, "bfloat16", ["--usual"]), *(pytest.param(*case, [], marks=pytest.mark.slow) for case in COMPILED_SELDOM)],
 )
-def test_kernels_compile(capability, dtype, tmp_path):
+def test_kernels_compile(capability, dtype, which, tmp_path):
     """For Ampere, Hopper and Blackwell, without one of them; float16 is as bfloat16."""
     script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(
-        [sys.executable, script, str(capability), dtype], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, script, str(capability), dtype, *which],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
