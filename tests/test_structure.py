@@ -1,8 +1,12 @@
 """The house's rules: imports run one way, no two files import each other, and each package stays within its budget."""
 
 import ast
+import contextlib
+import gc
 import pathlib
 import tomllib
+
+from samebits.imports import quick_imports
 
 import loc
 
@@ -75,6 +79,20 @@ def test_no_two_files_import_each_other():
     arrows = {module: imports(module) for module in MODULES}
     mutual = [(a, b) for a, others in arrows.items() for b in others if a < b and a in arrows[b]]
     assert not mutual
+
+
+def test_imports_leave_the_garbage_collector_as_they_found_it():
+    with contextlib.suppress(ImportError), quick_imports():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with quick_imports(), quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_packages_stay_within_their_budgets():
