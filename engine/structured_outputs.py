@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+
+_compiling = threading.Lock()
 
 
 class GrammarError(ValueError):
@@ -73,8 +76,9 @@ class Constraint:
     """
 
     def __init__(self, params: StructuredOutputsParams, tokenizer: Any, vocab_size: int, eos: Sequence[int]):
-        matcher, self.mask = _beginning(params.source, tokenizer, vocab_size, (*eos,))
-        self._matcher = matcher.deep_copy()
+        with _compiling:  # of threads that ask for the same grammar, one compiles it
+            matcher, self.mask = _beginning(params.source, tokenizer, vocab_size, (*eos,))
+            self._matcher = matcher.deep_copy()
 
     def advance(self, token: int) -> None:
         """Add a token to the completion. GrammarError where it breaks the grammar, or none may follow it."""

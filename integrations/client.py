@@ -91,8 +91,8 @@ class Client:
     ) -> list[RequestOutput]:
         """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists.
 
-        More than the server takes in one call becomes several calls, one after another. One that comes while others'
-        fill the server's queue is sent again, for `timeout` seconds.
+        More than the server takes in one call becomes several calls, one after another. What comes while others'
+        fill the server's queue is sent again, in halves, for `timeout` seconds.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -133,7 +133,9 @@ class Client:
             response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
             if response.status_code != 503 or time.monotonic() > patience or not self._is_serving():
                 break
-            time.sleep(float(response.headers.get("Retry-After", 1)))  # others' requests fill its queue
+            if half := len(prompts) // 2:  # others' requests fill its queue: fewer find room sooner
+                return self._generate(prompts[:half], each[:half]) + self._generate(prompts[half:], each[half:])
+            time.sleep(1.0)
         found = iter(self._checked(response))
         return [_output(prompt, list(islice(found, p.n)), p) for prompt, p in zip(prompts, each, strict=True)]
 

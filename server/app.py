@@ -50,16 +50,11 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
         await service.engine.stop()
 
     app = FastAPI(
-        title="samebits",
-        version=__version__,
-        summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        max_body_size=MAX_BODY,
+        title="samebits", version=__version__, summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
+        lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=MAX_BODY,
         responses={status: {"description": HTTPStatus(status).phrase} for status in _STATUSES},
         exception_handlers=dict.fromkeys((RequestValidationError, StarletteHTTPException, Exception, *known), _say),
-    )
+    )  # fmt: skip
     app.state.service = service
     app.state.metrics = information.Metrics(service)
     app.include_router(information.everybody)

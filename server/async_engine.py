@@ -38,12 +38,12 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """The request that every dialect's becomes: one prompt (text or token ids), sampled `params.n` times.
+    """The request that every dialect's becomes: one prompt (text, token ids, or what makes them), sampled `n` times.
 
     request_id: tells the prompts of a call apart; None: it is the call's own.
     """
 
-    prompt: str | list[int]
+    prompt: str | list[int] | Callable[[], Awaitable[list[int]]]
     params: SamplingParams
     cache_salt: str | None = None
     request_id: str | None = None
@@ -230,12 +230,13 @@ class AsyncEngine:
 
     async def _checked(self, requests: Sequence[GenerateRequest], names: Iterable[str]) -> list[Request]:
         """Check and tokenise a call's prompts, one after another, so that others get their turns in the threads."""
-        for request in requests:
-            self.tokenization.check_length(request.prompt)
-        inline = sum(len(r.prompt) for r in requests) <= INLINE_PROMPT
+        prompts = [await r.prompt() if callable(r.prompt) else r.prompt for r in requests]
+        for prompt in prompts:
+            self.tokenization.check_length(prompt)
+        inline = sum(map(len, prompts)) <= INLINE_PROMPT
         checked = []
-        for r, name in zip(requests, names, strict=True):
-            arguments = {"prompt": r.prompt, "cache_salt": r.cache_salt}, r.params, name, self.tokenization.processor
+        for r, prompt, name in zip(requests, prompts, names, strict=True):
+            arguments = {"prompt": prompt, "cache_salt": r.cache_salt}, r.params, name, self.tokenization.processor
             if inline and r.params.structured_outputs is None:
                 checked.append(self.llm.process(*arguments))
             else:
@@ -319,14 +320,18 @@ class AsyncEngine:
         self.state.end_pausing()
         return await self.call(lambda llm: llm.release_memory(tags))
 
+    async def wait_idle(self, seconds: float) -> bool:
+        """Wait at most so long until nothing runs or waits; return whether it is so."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        return self._idle.is_set()
+
     async def drain(self, deadline: float) -> None:
         """Take no more requests; let the rest finish for `deadline` seconds, then abort it."""
         if self.state.paused or not self.llm.ready:
             deadline = 0
         self.state.stopping = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), deadline)
-        except TimeoutError:
+        if not await self.wait_idle(deadline):
             logger.warning("aborting %d requests at the deadline", len(self.by_engine_id))
             await self.abort()
             await self._idle.wait()

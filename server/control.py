@@ -158,11 +158,17 @@ async def pause_generation(server: Served, body: PauseBody | None = None):
 
 
 @vllm.post("/resume")
-@sglang.post("/continue_generation")
-async def resume(server: Served, body: Body | None = None):
+async def resume(server: Served):
     """Resume generation after a pause. 409 in the middle of a weight update."""
     await server.updates.resume()
-    return done("generation continues", status="resumed")
+    return reply({"status": "resumed"})
+
+
+@sglang.post("/continue_generation")
+async def continue_generation(server: Served, body: Body | None = None):
+    """Resume generation after a pause. 409 in the middle of a weight update."""
+    await server.updates.resume()
+    return done("generation continues")
 
 
 @vllm.post("/inference/v1/abort_requests")
@@ -191,9 +197,10 @@ async def reset_prefix_cache(server: Served, reset_running_requests: bool = Fals
 
 @sglang.get("/flush_cache")
 @sglang.post("/flush_cache")
-async def flush_cache(server: Served):
-    """Forget cached prefixes. 400 while requests run; while they are paused they are retracted and recomputed."""
+async def flush_cache(server: Served, timeout: float = 0.0):
+    """Forget cached prefixes. 400 while requests run, also in `timeout` seconds; paused ones will be recomputed."""
     paused = server.engine.state.paused
+    await server.engine.wait_idle(0.0 if paused else timeout)
     if server.engine.num_sequences and not paused:
         raise ValueError("requests are running; pause or finish them first")
     await server.engine.call(lambda llm: llm.reset_prefix_cache(reset_running_requests=paused))
@@ -337,9 +344,10 @@ async def wake_up(server: Served, tags: Annotated[list[str] | None, Query()] = N
     memory = [t for t in tags or MEMORY_TAGS if t != "scheduling"]
     await server.engine.call(lambda llm: llm.wake_up(memory))
     asleep = not server.llm.has_kv_cache or (tags is not None and not server.llm.has_weights)
-    if not asleep and not server.engine.state.in_update:
+    state = server.engine.state
+    if not asleep and state.update is None and state.pending is None:
         await server.engine.resume()
-    return reply({"status": "asleep in part" if asleep else "awake"})
+    return reply({"status": "asleep in part" if asleep else "paused" if state.paused else "awake"})
 
 
 @sglang.get("/release_memory_occupation")

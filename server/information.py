@@ -160,11 +160,9 @@ async def server_info(server: Served):
     llm = server.llm
     config = llm.config
     model = {
-        "model": server.model_name,
-        "dtype": config.dtype,
-        "max_model_len": llm.max_model_len,
+        "model": server.model_name, "dtype": config.dtype, "max_model_len": llm.max_model_len,
         "logprobs_mode": "processed_logprobs",  # vLLM's word for log-probs of the distribution sampled from
-    }
+    }  # fmt: skip
     return reply({
         "vllm_config": {"model_config": model, "weight_transfer_config": {"backend": "gloo"}},
         "model_path": str(llm.path), "tokenizer_path": str(llm.path), "served_model_name": server.model_name,

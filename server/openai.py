@@ -6,6 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -20,6 +21,7 @@ from .protocol import Body, CallBody, Ids, Items, Sampling, answer, data_router,
 from .service import Served, Service
 
 router = data_router("OpenAI and vLLM")
+_OWN = {"tools", "tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}  # the server's to set
 
 
 class StreamOptions(Body):
@@ -236,9 +238,7 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | 
     return itertools.chain([None], itertools.islice(map(row, *columns), 1, None))
 
 
-async def _answer(
-    server: Service, body: _Common, prompts: list[str | list[int]], params: SamplingParams, chat: Conversation | None
-):
+async def _answer(server: Service, body: _Common, prompts: list, params: SamplingParams, chat: Conversation | None):
     server.check_model(body.model)
     request_id = body.request_id or uuid.uuid4().hex
     writer = _Writer(server, body, params.n, request_id, chat)
@@ -257,7 +257,7 @@ async def completions(body: CompletionRequest, server: Served):
     server.engine.limits.check_count(len(prompts))
     if not body.add_special_tokens:
         encode = server.engine.tokenization
-        prompts = [await encode.in_thread(encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
+        prompts = [partial(encode.in_thread, encode.encode, p, False) if isinstance(p, str) else p for p in prompts]
     return await _answer(server, body, prompts, params, None)
 
 
@@ -268,9 +268,7 @@ async def chat_completions(body: ChatRequest, server: Served):
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     given = body.chat_template_kwargs or {}
-    if taken := sorted(
-        given.keys() & {"tools", "tokenize", "chat_template", "return_tensors", "return_dict", "conversation"}
-    ):
+    if taken := sorted(given.keys() & _OWN):
         raise ValueError(f"chat_template_kwargs may not set {', '.join(taken)}")
     template = {
         "tools": body.tools,  # also with tool_choice "none", which leaves the prompt as it is and parses no calls
@@ -288,8 +286,7 @@ async def chat_completions(body: ChatRequest, server: Served):
     if tools is not None and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # in some templates they mark the calls
     params = body.params(body.stream, **more)
-    ids = await chat.prompt_ids() if body.input_ids is None else body.input_ids
-    return await _answer(server, body, [ids], params, chat)
+    return await _answer(server, body, [chat.prompt_ids if body.input_ids is None else body.input_ids], params, chat)
 
 
 @router.post("/inference/v1/generate")
@@ -313,14 +310,11 @@ async def inference_generate(body: TokensRequest, server: Served):
 
     def envelope(output: RequestOutput) -> dict:
         return {
-            "request_id": request_id,
-            "model": server.model_name,
-            "choices": map(choice, output.completions),
+            "request_id": request_id, "model": server.model_name, "choices": map(choice, output.completions),
             "prompt_token_ids": None if begun else output.prompt_token_ids,
             "prompt_logprobs": None if begun else prompt_logprobs(server, output),
-            "seed": output.seed,
-            "weight_version": server.updates.label,
-        }
+            "seed": output.seed, "weight_version": server.updates.label,
+        }  # fmt: skip
 
     def whole(outputs: list[RequestOutput]) -> dict:
         (output,) = outputs

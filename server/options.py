@@ -72,7 +72,7 @@ class Limits:
         _check(most, self.logprobs, "log-probs per token", "--max-logprobs")
         for p in params:
             if p.structured_outputs is not None and len(p.structured_outputs.source[1]) > MAX_GRAMMAR:
-                raise ValueError(f"a grammar, schema or list of choices has at most {MAX_GRAMMAR} characters")
+                raise ValueError(f"a grammar, or a forced tool_choice's tools, may have {MAX_GRAMMAR} characters")
             if len(p.stop) > MAX_STOPS or len("".join(p.stop)) > MAX_STOPPING or len(p.stop_token_ids) > MAX_STOPPING:
                 raise ValueError(
                     f"each token is compared with all stops: at most {MAX_STOPS} stop strings of {MAX_STOPPING} "

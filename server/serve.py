@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -21,7 +22,7 @@ from .service import Service
 logger = logging.getLogger(__name__)
 KEEP_ALIVE = 75  # seconds; clients' connection pools keep theirs for less
 MAX_HEAD = 2**16  # bytes of a request's line and headers
-SLOWEST = 60.0  # seconds in which a request must have come, with its body, and a client must take 64 KB of its reply
+SLOWEST = 60.0  # seconds in which a request must have come, with its body, and a client must read on in its reply
 SWITCH_INTERVAL = 5e-4  # seconds that the event loop may keep the engine's thread waiting for the interpreter
 
 
@@ -29,7 +30,6 @@ class Connection(HttpToolsProtocol):
     """Ends a connection whose request has too long a head, or comes too slowly, or whose reply is not taken."""
 
     head = 0  # bytes that came since there was news of a body: of a head, of trailers, of what stands beside chunks
-    deadline: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes that are of no body."""
@@ -37,6 +37,8 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self.head > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request's head has more than {MAX_HEAD} bytes.")
+        if self.head and "read" not in self.deadlines:  # what begins no request, such as an empty line
+            self._expect("read")
 
     def on_body(self, body: bytes) -> None:
         """Count anew."""
@@ -46,33 +48,42 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport) -> None:
         """Expect a request from now on."""
         super().connection_made(transport)
-        self._expect(True)
+        self.deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._expect("read")
 
     def on_message_begin(self) -> None:
         """Expect the rest of a request."""
         super().on_message_begin()
-        self._expect(True)
+        self._expect("read")
 
     def on_message_complete(self) -> None:
-        """Expect nothing."""
+        """Expect no more of it."""
         super().on_message_complete()
         self.head = 0
-        self._expect(False)
+        self._end("read")
 
     def pause_writing(self) -> None:
-        """Expect the client to read."""
+        """Expect the client to read on."""
         super().pause_writing()
-        self._expect(True)
+        self._expect("write")
 
     def resume_writing(self) -> None:
-        """Expect nothing."""
+        """Expect nothing of it."""
         super().resume_writing()
-        self._expect(False)
+        self._end("write")
 
-    def _expect(self, something: bool) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-        self.deadline = self.loop.call_later(SLOWEST, self.transport.abort) if something else None
+    def connection_lost(self, error: Exception | None) -> None:
+        """Expect nothing any more."""
+        super().connection_lost(error)
+        self._end("read", "write")
+
+    def _expect(self, what: str) -> None:
+        self._end(what)
+        self.deadlines[what] = self.loop.call_later(SLOWEST, self.transport.abort)
+
+    def _end(self, *kinds: str) -> None:
+        for timer in [self.deadlines.pop(kind) for kind in kinds if kind in self.deadlines]:
+            timer.cancel()
 
 
 class Server(uvicorn.Server):
@@ -112,10 +123,12 @@ class Server(uvicorn.Server):
 def take_address(host: str, port: int) -> socket.socket:
     """Return a socket for `serve` that has this address to itself. ValueError where it can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))  # although connections of an earlier server are being forgotten
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on, nobody else may
+        with contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may be left
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ValueError(f"can't listen on {host}, port {port}: {error}; choose another --host or --port") from error
     return listener

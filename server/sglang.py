@@ -21,6 +21,8 @@ from .service import Served, Service
 router = data_router("SGLang")
 REPEATED = 1024  # values (token ids, log-probs) that each event of a stream may repeat
 GROWTH = 1 / 32
+_EACH = """sampling_params return_logprob logprob_start_len top_logprobs_num return_routed_experts
+           routed_experts_start_len"""  # what a prompt may have of its own
 
 
 class SGLangSampling(Sampling):
@@ -193,11 +195,7 @@ async def generate(body: GenerateBody, server: Served):
     prompts, batch = body.prompts()
     server.engine.limits.check_count(len(prompts))
     rids, rid = body.rids(len(prompts), batch)
-    columns = (
-        "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_routed_experts",
-        "routed_experts_start_len",
-    )  # fmt: skip
-    settings = zip(*(body.each(name, len(prompts)) for name in columns), strict=True)
+    settings = zip(*(body.each(name, len(prompts)) for name in _EACH.split()), strict=True)
     requests: list[GenerateRequest] = []
     writers: list[_Writer] = []
     samples = 0

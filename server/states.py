@@ -56,18 +56,13 @@ class ServerState:
         return self.pause_mode is not None
 
     @property
-    def in_update(self) -> bool:
-        """True from an update's first call to its last."""
-        return self.update is not None or self.pending is not None
-
-    @property
     def name(self) -> str:
         """The topmost state: serving, pausing, paused, updating, asleep or stopping."""
         if self.stopping:
             return "stopping"
         if not (self.llm.has_weights and self.llm.has_kv_cache):
             return "asleep"
-        if self.in_update:
+        if self.update is not None or self.pending is not None:
             return "updating"
         if self.paused:
             return "paused"

@@ -112,7 +112,8 @@ def test_a_request_that_never_ends_is_closed_and_one_that_waits_for_tokens_is_no
     assert results[0]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_client_that_takes_nothing_of_its_reply_is_cut_off(server, monkeypatch):
+@pytest.mark.parametrize("more", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["", "pipelined"])
+def test_a_client_that_takes_nothing_of_its_reply_is_cut_off(server, monkeypatch, more):
     monkeypatch.setattr(serve, "SLOWEST", 0.4)
     asked = BODY | {"n": 16, "max_tokens": 450, "stream": True, "logprobs": 20, "return_token_ids": True}
     with socket.socket() as connection:
@@ -120,6 +121,8 @@ def test_a_client_that_takes_nothing_of_its_reply_is_cut_off(server, monkeypatch
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(post(asked))
         wait_for(lambda: server.engine.generations)
+        wait_for(lambda: any("write" in c.deadlines for c in server.server.server_state.connections))
+        connection.sendall(more)
         wait_for(lambda: not server.engine.generations and not server.server.server_state.tasks, 60)
     with connected(server, post(asked, b"connection: close\r\n")) as connection:
         assert received(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "who reads gets all"
@@ -135,6 +138,14 @@ def test_an_address_is_one_servers_alone_and_free_again_once_it_ended(checkpoint
         reply = connected(server, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert received(reply)  # the server has closed it: the kernel remembers it for a minute
     serve.take_address("127.0.0.1", server.port).close()
+
+
+def test_an_empty_line_after_a_reply_begins_a_request_that_must_come(server, monkeypatch):
+    monkeypatch.setattr(serve, "SLOWEST", 0.4)
+    with connected(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        connection.sendall(b"\r\n")
+        assert received(connection)
 
 
 def test_an_idle_connection_outlives_the_time_for_a_request(server, monkeypatch):

@@ -99,7 +99,7 @@ def test_control_without_a_key_answers_at_its_own_port_alone(path):
         assert state(server) == "serving" and server.llm.ready
         with httpx.Client(base_url=f"http://127.0.0.1:{server.control_port}", timeout=60) as direct:
             assert direct.post("/pause").json() == {"status": "paused"}
-            assert direct.post("/resume").json()["status"] == "resumed"
+            assert direct.post("/resume").json() == {"status": "resumed"}
             assert direct.post("/inference/v1/generate", json=SHORT).status_code == 200, "all routes answer here"
             assert direct.post("/pause", headers={"x-forwarded-for": "10.0.0.1"}).status_code == 403
             assert direct.get("/flush_cache", headers={"sec-fetch-site": "same-site"}).status_code == 403
@@ -111,6 +111,7 @@ IGNORED = {
     "a mode in the body": ("/pause", {"mode": "keep"}, "unknown body: /pause takes mode, clear_cache in its query"),
     "a level in the body": ("/sleep", {"level": 2}, "unknown body: /sleep takes level, mode"),
     "a mode in the query": ("/pause_generation?mode=in_place", None, "unknown query parameter 'mode'"),
+    "vLLM's older word": ("/pause?wait_for_inflight_requests=true", None, "unknown query parameter 'wait_for_inflight"),
     "a label in the query": ("/update_weights?weight_version=3", {}, "unknown query parameter 'weight_version'"),
 }
 
@@ -121,8 +122,9 @@ def test_what_a_control_route_would_ignore_is_a_400(server, case):
     refused = server.post(route, body)
     assert refused.status_code == 400 and message in refused.json()["message"], refused.text
     assert state(server) == "serving"
-    server.ok("/pause", {})
+    server.ok("/pause?wait_for_inflight_requests=false", {})
     server.ok("/resume", {})
+    server.ok("/inference/v1/generate?api-version=2026", SHORT)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ TOO_MUCH = {
     "a grammar": (
         "/v1/completions",
         {"prompt": PROMPT, "structured_outputs": {"choice": [f"number {i}" for i in range(6000)]}},
-        "a grammar, schema or list of choices has at most 65536 characters",
+        "a grammar, or a forced tool_choice's tools, may have 65536 characters",
     ),
 }
 
@@ -449,7 +449,7 @@ class Tokenizer:
 
     def encode(self, text, **options):
         self.texts.append(text)
-        assert not text.startswith("slow") or self.go.wait(30)
+        assert not text.startswith(("slow", "<user>slow")) or self.go.wait(30)
         return self.real.encode(text, **options)
 
 
@@ -519,16 +519,26 @@ ENDS = {
 }
 
 
+SLOW = {
+    "texts": ("/v1/completions", {"prompt": ["slow " + "word " * 900, "slow, too"]}),
+    "plain texts": ("/v1/completions", {"prompt": ["slow", "slow, too"], "add_special_tokens": False}),
+    "a conversation": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}], "n": 2}),
+}
+
+
+@pytest.mark.parametrize("asked", SLOW)
 @pytest.mark.parametrize("case", ENDS)
-def test_what_ends_requests_ends_those_that_are_tokenised_too(server, monkeypatch, case):
+def test_what_ends_requests_ends_those_that_are_tokenised_too(server, monkeypatch, case, asked):
     tokenizer = Tokenizer(server, monkeypatch)
-    body = {"prompt": ["slow " + "word " * 900, "slow, too"], "max_tokens": 4000, "ignore_eos": True}
-    with in_background(server.ok, "/v1/completions", body | {"request_id": "named"}) as replies:
+    route, body = SLOW[asked]
+    body = body | {"max_tokens": 4000, "ignore_eos": True, "request_id": "named"}
+    with in_background(server.ok, route, body) as replies:
         wait_for(lambda: tokenizer.texts)
         ended = server.ok(*ENDS[case])
-        assert ended.get("aborted", 2) == 2
+        assert ended.get("aborted") in (None, 1 if asked == "a conversation" else 2)
         tokenizer.go.set()
-    assert [(c["finish_reason"], c["text"]) for c in replies[0]["choices"]] == [("abort", "")] * 2
+    texts = [c["text"] if "text" in c else c["message"]["content"] for c in replies[0]["choices"]]
+    assert [c["finish_reason"] for c in replies[0]["choices"]] == ["abort"] * 2 and texts == [""] * 2
     server.ok("/resume")
     server.idle()
 

@@ -384,7 +384,7 @@ def test_pause_abort_turns_requests_away_until_resume(server):
     response = server.post("/inference/v1/generate", SHORT)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert server.get("/is_paused") == {"is_paused": True, "state": "paused"}
-    assert server.ok("/resume")["status"] == "resumed"
+    assert server.ok("/resume") == {"status": "resumed"}
     server.ok("/inference/v1/generate", SHORT)
 
 
