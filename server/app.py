@@ -61,7 +61,7 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
     for public in (information.router, openai.router, sglang.router):
         app.include_router(public, dependencies=[Depends(guard.check_api)])
     for restricted in (control.vllm, control.sglang):
-        app.include_router(restricted, dependencies=[Depends(guard.check_control)])
+        app.include_router(restricted, dependencies=[Depends(guard.check_control), Depends(control.check_read)])
     return app
 
 

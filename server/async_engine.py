@@ -233,14 +233,11 @@ class AsyncEngine:
         prompts = [await r.prompt() if callable(r.prompt) else r.prompt for r in requests]
         for prompt in prompts:
             self.tokenization.check_length(prompt)
-        inline = sum(map(len, prompts)) <= INLINE_PROMPT
-        checked = []
+        inline = sum(map(len, prompts)) <= INLINE_PROMPT and all(r.params.structured_outputs is None for r in requests)
+        in_thread, process, checked = self.tokenization.in_thread, self.llm.process, []
         for r, prompt, name in zip(requests, prompts, names, strict=True):
             arguments = {"prompt": prompt, "cache_salt": r.cache_salt}, r.params, name, self.tokenization.processor
-            if inline and r.params.structured_outputs is None:
-                checked.append(self.llm.process(*arguments))
-            else:
-                checked.append(await self.tokenization.in_thread(self.llm.process, *arguments))
+            checked.append(process(*arguments) if inline else await in_thread(process, *arguments))
         return checked
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, Field
 
 from ..engine import LLM
@@ -15,6 +15,17 @@ from ..engine.weights.spec import parse_specs
 from .protocol import Body, FastRoute, reply
 from .service import Served
 from .states import ConflictError
+
+
+async def check_read(request: Request) -> None:
+    """Raise ValueError for what the route would ignore: a body, or a query parameter that asks for something."""
+    route = request.scope["route"]
+    known = [str(field.alias) for field in route.dependant.query_params]
+    unknown = [k for k, v in request.query_params.items() if k not in known and v not in ("", "false")]
+    if unknown or (route.body_field is None and await request.body() not in (b"", b"{}", b"null")):
+        what = f"query parameter {unknown[0][:100]!r}" if unknown else "body"
+        raise ValueError(f"unknown {what}: {route.path} takes {', '.join(known) or 'nothing'} in its query")
+
 
 vllm = APIRouter(route_class=FastRoute, tags=["vLLM: control"])
 sglang = APIRouter(route_class=FastRoute, tags=["SGLang: control"])

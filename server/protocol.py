@@ -163,25 +163,17 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 
 
 class FastRoute(APIRoute):
-    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone.
-
-    A route that doesn't refuses what it would ignore: a body, and query parameters that ask for something.
-    """
+    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
 
     abandons = False
 
     def get_route_handler(self):
         """Return FastAPI's handler on requests that orjson decodes."""
         handle = super().get_route_handler()
-        known = [str(field.alias) for field in self.dependant.query_params]
 
         async def run(request: Request) -> Response:
             request = _OrjsonRequest(request.scope, request.receive)
             if not self.abandons:
-                unknown = [k for k, v in request.query_params.items() if k not in known and v not in ("", "false")]
-                if unknown or (self.body_field is None and await request.body() not in (b"", b"{}", b"null")):
-                    what = f"query parameter {unknown[0][:100]!r}" if unknown else "body"
-                    raise ValueError(f"unknown {what}: {self.path} takes {', '.join(known) or 'nothing'} in its query")
                 return await handle(request)
             await request.body()
             work = asyncio.ensure_future(handle(request))
