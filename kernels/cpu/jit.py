@@ -21,8 +21,6 @@ from filelock import FileLock
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
 
-# Wrappers that nobody calls take a seventh of the compilation.
-_OPTIONS = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 _pool = threading.Lock()  # numba's fallback pool (workqueue) aborts the process on concurrent launches
@@ -42,7 +40,7 @@ def _cache_folder():
 
 def _compile(function, **options):
     with _cache_folder():
-        compiled = numba.njit(cache=True, **_OPTIONS, **options)(function)
+        compiled = numba.njit(cache=True, error_model="numpy", nogil=True, **options)(function)
     cache = compiled._cache  # numba has no hook for this
     lock = FileLock(pathlib.Path(cache.cache_path) / "lock")
     for name in ("load_overload", "save_overload"):
@@ -76,7 +74,7 @@ def own_storage(tensor: torch.Tensor) -> np.ndarray:
 
 def inline(function):
     """Compile a helper into its callers."""
-    return numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function)
+    return numba.njit(error_model="numpy", nogil=True)(function)
 
 
 def serial(function):
@@ -91,7 +89,7 @@ def parallel(function):
 
 def region(function):
     """Compile a helper whose `prange` runs on the threads of the `composed` kernel that calls it."""
-    return numba.njit(no_cpython_wrapper=True, parallel=True, **_OPTIONS)(function)
+    return numba.njit(error_model="numpy", nogil=True, parallel=True)(function)
 
 
 def composed(function):
