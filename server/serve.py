@@ -122,7 +122,8 @@ class Server(uvicorn.Server):
 
 def take_address(host: str, port: int) -> socket.socket:
     """Return a socket for `serve` that has this address to itself. ValueError where it can't be had."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio sets no TCP_NODELAY
     try:
         with contextlib.suppress(OSError):
             listener.bind((host, port))

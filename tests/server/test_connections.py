@@ -128,6 +128,15 @@ def test_a_client_that_takes_nothing_of_its_reply_is_cut_off(server, monkeypatch
         assert received(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "who reads gets all"
 
 
+def test_a_reply_waits_for_no_acknowledgement(server):
+    """Head and body are two writes: by Nagle's algorithm the second would wait for a client's delayed ACK, 40 ms."""
+    with connected(server):
+        wait_for(lambda: server.server.server_state.connections)
+        for connection in server.server.server_state.connections:
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_an_address_is_one_servers_alone_and_free_again_once_it_ended(checkpoint):
     first = serve.take_address("127.0.0.1", 0)
     port = first.getsockname()[1]
