@@ -56,10 +56,11 @@ def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil
                    "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "128", "--enforce-eager",
                    "--no-enable-log-requests"]  # fmt: skip
     else:
-        if engine != "samebits":
+        command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options]
+        if engine == "samebits":
+            command += ["--control-port", str(port)]
+        else:  # versions before there were two ports know no such option
             environment["PYTHONPATH"] = str(pathlib.Path(engine).parent)
-        command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options,
-                   "--control-port", str(port)]  # fmt: skip
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
         try:
