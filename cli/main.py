@@ -221,8 +221,8 @@ def contract(engine: Settings, as_json: AsJson = False) -> None:
     from ..kernels.libraries import xformers_state
     from ..model.exact import parse_dtype
 
-    device = torch.device(engine["device"])
-    found = Contract.of(parse_dtype(engine["dtype"], device), device)
+    dtype = parse_dtype(engine["dtype"], engine["device"])
+    found = Contract.of(dtype, torch.device(engine["device"]))
     if as_json:
         print(json.dumps({**asdict(found), "hash": found.hash, "xformers": xformers_state()}))
         return

@@ -61,7 +61,6 @@ def train(
     process group, or through the directory --sync-dir. If it has an admin key, the environment variable
     SAMEBITS_ADMIN_KEY holds it.
     """
-    import torch
     import torch.distributed as dist
 
     from ..correction import preset
@@ -72,7 +71,7 @@ def train(
     from ..trainer.rl import TrainConfig, Trainer, make_task
     from . import plots
 
-    ops.backend(torch.device(training["device"]))  # or there are no kernels for it
+    ops.backend(ops.parse_device(training["device"]))  # or there are no kernels for it
     init_process_group(training["device"])
     if verifier is not None and not task.endswith(".jsonl"):
         raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -48,7 +47,7 @@ class LLM:
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         if engine is None and self.config.dtype is None:
-            found = parse_dtype(None, torch.device(self.config.device or "cpu"), self.model_config)
+            found = parse_dtype(None, self.config.device or "cpu", self.model_config)
             self.config = replace(self.config, dtype=str(found).removeprefix("torch."))
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         self.engine = make_engine(self.path, self.config, self.tokenizer) if engine is None else engine

@@ -25,14 +25,21 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
+def parse_device(device: str | torch.device) -> torch.device:
+    """Return the device that a name means. NotImplementedError for a kind that samebits has no kernels for."""
+    kind = str(device).partition(":")[0]
+    if kind not in BACKENDS:
+        raise NotImplementedError(f"samebits has no kernels for device {kind!r}; supported: {', '.join(DTYPES)}")
+    return torch.device(device)
+
+
 @cache
 def backend(device: torch.device) -> Backend:
     """Return the kernels for a device.
 
     Raises NotImplementedError where there are none, RuntimeError with what is missing where they can't run.
     """
-    if device.type not in BACKENDS:
-        raise NotImplementedError(f"samebits has no kernels for device {device.type!r}; supported: {', '.join(DTYPES)}")
+    device = parse_device(device)
     kernels = cast(Backend, importlib.import_module(f".{BACKENDS[device.type]}", __package__))
     kernels.check_device(device)
     return kernels

@@ -24,6 +24,7 @@ from .dispatch import BACKENDS as BACKENDS
 from .dispatch import DTYPES as DTYPES
 from .dispatch import apply, outside_modes
 from .dispatch import backend as backend
+from .dispatch import parse_device as parse_device
 from .experts import PackedExperts as PackedExperts
 from .experts import experts as experts
 from .functions import route as route

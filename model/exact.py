@@ -102,12 +102,13 @@ def scoring(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def parse_dtype(
-    dtype: str | torch.dtype | None, device: torch.device, config: PretrainedConfig | None = None
+    dtype: str | torch.dtype | None, device: str | torch.device, config: PretrainedConfig | None = None
 ) -> torch.dtype:
     """The torch dtype; ValueError where the device's kernels don't support it.
 
     None is float32 on a CPU, and on a GPU what the checkpoint's config says, whose products are many times faster.
     """
+    device = ops.parse_device(device)
     if dtype is None:
         kept = getattr(config, "dtype", None)
         dtype = kept if device.type == "cuda" and kept in ops.DTYPES["cuda"] else torch.float32
@@ -327,7 +328,6 @@ def exact_model(
     Raises CheckpointError for missing, extra, misshapen or truncated tensors, UnsupportedModelError for models that
     samebits does not cover, NumericsError where this machine can't keep the promise.
     """
-    device = torch.device(device)
     path = resolve(name)
     config = load_config(path)
     dtype = parse_dtype(dtype, device, config)

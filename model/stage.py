@@ -77,7 +77,6 @@ def stage_model(
     The embedding comes with the first layer, norm and lm_head with the last. Only its own tensors are read. Call its
     base model with `inputs_embeds`, the hidden states of the stage before, where there is one.
     """
-    device = torch.device(device)
     dtype = parse_dtype(dtype, device)
     path = resolve(name)
     config = load_config(path)

@@ -50,7 +50,7 @@ def survey(name: str | os.PathLike, dtype: str | None = None, device: str = "cpu
         if any(path.glob("*.safetensors")):
             model = exact_model(path, dtype, device)
         else:
-            model = make_exact(_with_random_weights(model, parse_dtype(dtype, torch.device(device), config), device))
+            model = make_exact(_with_random_weights(model, parse_dtype(dtype, device, config), device))
     except UnsupportedModelError as error:
         return Survey(config.model_type, [], str(error))
     counts = Counter((classes[place], _how(module)) for place, module in model.named_modules())

@@ -52,7 +52,7 @@ def test_a_run_leaves_log_curves_and_model_and_goes_on_where_it_stopped(tmp_path
         (("--model", "tiny", "--task", "lines.jsonl"), "--evaluate-every 0 trains without validation"),
         (("--model", "tiny", "--task", "lines.jsonl", "--evaluate-every", 0), "a tiny model is for the built-in tasks"),
         (("--model", "nowhere", "--task", "sorting"), "nowhere"),
-        (("--model", "tiny", "--task", "sorting", "--device", "xpu"), "no kernels for device 'xpu'; supported: cpu"),
+        (("--model", "tiny", "--task", "sorting", "--device", "gpu"), "no kernels for device 'gpu'; supported: cpu"),
         (("--model", "tiny", "--task", "sorting", "--verifier", "exact"), "--verifier is for .jsonl tasks"),
         (("--model", "tiny", "--task", "lines.jsonl", "--num-problems", 5), "--num-problems is for built-in tasks"),
         (("--model", "smollm2", "--task", "sorting", "--sync-dir", "x"), "--sync-dir needs --engine-url"),

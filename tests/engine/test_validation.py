@@ -156,6 +156,7 @@ BAD_SETTINGS = [
     ({"dtype": "int8"}, ValueError, "supported: float32, bfloat16, float16"),
     ({"dtype": "nonsense"}, ValueError, "supported: float32, bfloat16, float16"),
     ({"device": "meta"}, NotImplementedError, "no kernels for device 'meta'; supported: cpu"),
+    ({"device": "gpu:0"}, NotImplementedError, "no kernels for device 'gpu'; supported: cpu, cuda"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be positive"),
     ({"max_num_batched_tokens": -5}, ValueError, "max_num_batched_tokens must be positive"),
     ({"max_model_len": 1000}, ValueError, "max_model_len 1000 exceeds the model's 512 positions"),

@@ -8,13 +8,11 @@ import pathlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from ...correction import Correction
 from ...correction.losses import check_clip, check_combination
 from ...correction.statistics import require_choice
 from ...engine import SamplingParams
-from ...kernels.ops import backend
+from ...kernels.ops import backend, parse_device
 from .losses import ALGORITHMS, Algorithm
 
 
@@ -97,7 +95,7 @@ class TrainConfig:
         require_choice("algorithm", self.algorithm, ALGORITHMS)
         require_choice("kl", self.kl, ("k1", "k3"))
         require_choice("check", self.check, ("every", "first", "off"))
-        backend(torch.device(self.device))
+        backend(parse_device(self.device))
         for name in ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_pack", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
