@@ -60,6 +60,7 @@ REFUSED = {  # options that must keep their defaults, and what to do
     "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
     "vllm_max_model_length": "give engine={'max_model_len': n}",
     "vllm_gpu_memory_utilization": "give engine={'kv_cache_memory_bytes': n}",
+    "vllm_server_timeout": "start the server first: nothing waits for it",
     "vllm_model_impl": "models are those of samebits.trainer.exact_model",
 }
 # What generation_kwargs can't set.
@@ -201,7 +202,11 @@ def _sampling_params(config: Any) -> SamplingParams:
 
 def _exact_parts(trainer: Any, config: Any, engine: Source) -> dict[str, Any]:
     """Return our parts by the names of TRL's, HOOKS."""
-    params = _sampling_params(config)
+    given = _sampling_params(config)
+
+    def params() -> SamplingParams:  # once TRL knows what ends a completion: a given tokenizer's EOS does, too
+        ends = () if given.ignore_eos else trainer.eos_token_ids
+        return replace(given, stop_token_ids=[*given.stop_token_ids, *ends])
 
     def create(name: str, dtype: Any = None, **_: Any) -> PreTrainedModel:
         chosen = load_config(resolve(name)).dtype if dtype == "auto" else dtype or "float32"
@@ -209,10 +214,10 @@ def _exact_parts(trainer: Any, config: Any, engine: Source) -> dict[str, Any]:
 
     def add_head(model: PreTrainedModel, **_: Any) -> None:
         policy = trainer.model.get_base_model() if is_adapted(trainer.model) else trainer.model
-        add_exact_head(model, params if model is policy else replace(params, top_p=1.0, top_k=0, min_p=0.0))
+        add_exact_head(model, params() if model is policy else replace(params(), top_p=1.0, top_k=0, min_p=0.0))
 
     def generation(model: PreTrainedModel, accelerator: Any, **_: Any) -> ExactGeneration:
-        return ExactGeneration(trainer, make_llm(model, accelerator, engine, params), params)
+        return ExactGeneration(trainer, make_llm(model, accelerator, engine, given), params())
 
     return dict(zip(HOOKS, (create, add_head, generation), strict=True))
 

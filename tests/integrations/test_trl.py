@@ -21,7 +21,7 @@ pytest.importorskip("trl")
 
 import trl
 from packaging.version import Version
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
@@ -209,6 +209,7 @@ def test_every_kind_of_engine_gives_the_same_run(path, tmp_path):
         trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
         kinds = [
             {"engine": LLM(path, **trl_run.ENGINE)},
+            {"engine": LLM(path, replicas=2, **trl_run.ENGINE)},
             {"engine": server.url},
             {"engine": RemoteEngine(Client(server.url), path)},
             {"engine": None, **trls},
@@ -225,6 +226,35 @@ def test_a_model_of_ones_own_is_trained(path, tmp_path):
     assert found["weights"] == expected["weights"]
     with pytest.raises(TypeError, match="exact_model"):
         trl_run.make("grpo", path, tmp_path, trainer={"model": AutoModelForCausalLM.from_pretrained(path)})
+
+
+def test_a_peft_model_of_ones_own_is_its_own_reference(path, tmp_path):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(exact_model(path), config)
+    result = trl_run.run("grpo", path, tmp_path, trainer={"model": model}, beta=0.1, learning_rate=0.05)
+    assert trl_run.ratios(result) == {1.0}
+    first, *others = [entry["kl"] for entry in result["logs"]]
+    assert first == 0.0 < min(others)
+
+
+def test_a_given_tokenizers_eos_ends_a_completion(path, tmp_path):
+    """TRL ends one at the tokenizer's EOS as well as at the checkpoint's."""
+
+    def sample(**options):
+        trainer = trl_run.make("grpo", path, tmp_path, **options)
+        return trainer.vllm_generation.generate([[5, 6, 7]] * 4, None, 4)[1]
+
+    whole = sample()
+    end = whole[0][2]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in whole]
+    assert sample(trainer={"processing_class": tokenizer}) == expected != whole
+    ignored = {"trainer": {"processing_class": tokenizer}, "generation_kwargs": {"ignore_eos": True}}
+    assert min(map(len, sample(**ignored))) == 12
+    early = {"trainer": {"processing_class": tokenizer}, "generation_kwargs": {"min_tokens": 3}}
+    assert end not in [token for ids in sample(**early) for token in ids[:3]]
+    assert trl_run.ratios(trl_run.run("grpo", path, tmp_path, **early)) == {1.0}
 
 
 def test_other_trainers_on_the_same_hooks_take_the_mixin(path, tmp_path):
@@ -309,6 +339,7 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size.*pipeline_parallel_size"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+        ({"vllm_server_timeout": 9.0}, "vllm_server_timeout.*start the server first"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction.*check=False"),
         ({"model_init_kwargs": {"use_kernels": True}}, r"model_init_kwargs \['use_kernels'\]"),
         ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs \['presence_penalty'\]"),
