@@ -7,6 +7,7 @@ have, the usual one first. A setting that isn't here either changes no bit or is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 NAME = "samebits"  # under which verl knows the engine, the vendor and the trainer mode
@@ -21,8 +22,10 @@ UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_att
 ROLLOUT: Limits = {  # actor_rollout_ref.rollout
     "verl's trainer scores with the temperature alone": {"top_p": [1.0], "top_k": [-1, 0], "repetition_penalty": [1.0]},
     "an engine is one device; more devices make more replicas": {
-        f"{kind}_parallel_size": [1] for kind in ("tensor_model", "data", "pipeline_model", "expert")
+        **{f"{kind}_parallel_size": [1] for kind in ("tensor_model", "data", "pipeline_model", "expert")},
+        **{f"engine_kwargs.{NAME}.{name}": [1] for name in ("pipeline_parallel_size", "replicas")},
     },
+    "the adapter is the trainer's": {f"engine_kwargs.{NAME}.{name}": [None] for name in ("adapter", "adapter_dtype")},
     "the trainer routes as exact rollouts did, without a replay": {"enable_rollout_routing_replay": [False]},
     FULL_WEIGHTS: {"quantization": [None], "quantization_config_file": [None]},
     "log-probs are those of the distribution that was sampled from": {"logprobs_mode": ["processed_logprobs"]},
@@ -53,10 +56,7 @@ def check(config: Mapping[str, Any], limits: Limits, section: str) -> None:
     for why, settings in limits.items():
         for setting, allowed in settings.items():
             *sections, name = setting.split(".")
-            part = config
-            for each in sections:
-                part = part.get(each) or {}
-            value = part.get(name, allowed[0])
+            value = reduce(lambda part, each: part.get(each) or {}, sections, config).get(name, allowed[0])
             if value not in allowed:
                 problems.append(f"  {section}.{setting}={value!r}: must be {allowed[0]!r}; {why}")
     if problems:

@@ -35,11 +35,6 @@ class CPUPlatform(PlatformCUDA):
     device_name = "cpu"
     vendor_name = "samebits"
     device_module = SimpleNamespace(**vars(torch.cpu) | FUNCTIONS, set_rng_state=torch.set_rng_state)
-    is_available = staticmethod(torch.cpu.is_available)
-    current_device = staticmethod(torch.cpu.current_device)
-    device_count = staticmethod(torch.cpu.device_count)
-    set_device = staticmethod(torch.cpu.set_device)
-    synchronize = staticmethod(torch.cpu.synchronize)
 
     def communication_backend_name(self) -> str:
         """The backend of torch.distributed."""
@@ -49,6 +44,8 @@ class CPUPlatform(PlatformCUDA):
         """Do nothing: what concerns accelerators alone."""
 
 
+for name in ("is_available", "current_device", "device_count", "set_device", "synchronize"):
+    setattr(CPUPlatform, name, staticmethod(getattr(torch.cpu, name)))
 if os.environ.get("VERL_PLATFORM") == "cpu":  # or verl's "cpu:gloo,<device>:<its backend>" would name CPUs twice
     init = distributed.initialize_global_process_group_ray
     distributed.initialize_global_process_group_ray = partial(init, backend="gloo")

@@ -106,8 +106,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
             metrics["compared_tokens"] = Metric(AggregationType.SUM, compared * self.get_data_parallel_size())
-        detached = transformer_impl.detach_tree(outputs)
-        return loss, {"model_output": detached, "loss": loss.item(), "metrics": metrics}
+        return loss, {"model_output": transformer_impl.detach_tree(outputs), "loss": loss.item(), "metrics": metrics}
 
 
 def check_rollouts(micro_batch: TensorDict, values: Sequence[Tensor]) -> int:
