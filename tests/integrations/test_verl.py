@@ -803,6 +803,14 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "fp32"), ("float16", "fp16")])
+def test_other_dtypes_are_exact_where_both_sides_have_them(folder, dtype, name):
+    precision = f"{{param_dtype: {name}, reduce_dtype: fp32, buffer_dtype: fp32}}"
+    both = {"+actor_rollout_ref.actor.fsdp_config.mixed_precision": precision, "actor_rollout_ref.rollout.dtype": dtype}
+    assert_exact(train(folder, dtype, steps=2, **both), 2)
+
+
+@pytest.mark.slow
 def test_an_engine_of_another_dtype_is_an_error(folder):
     process = verl_runs.start(folder, folder / "model", "dtype", **{"actor_rollout_ref.rollout.dtype": "float32"})
     assert process.wait(timeout=1500) != 0
