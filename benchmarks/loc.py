@@ -17,7 +17,8 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "trainer/rl": 1080,
     "correction": 680,
     "correction/calibration": 570,
-    "integrations": 1960,
+    "integrations": 1260,
+    "integrations/trl.py + integrations/verl": 700,
     "agents": 205,
     "server": 2000,
     "cli": 1690,
@@ -45,7 +46,7 @@ def code_lines(file: pathlib.Path) -> int:
 def group_of(file: pathlib.Path) -> str | None:
     """The innermost group that a file is in."""
     folders = {part: group for group in BUDGETS for part in group.split(" + ")}
-    parents = (str(p.relative_to(ROOT)) for p in file.parents if p.is_relative_to(ROOT))
+    parents = (str(p.relative_to(ROOT)) for p in (file, *file.parents) if p.is_relative_to(ROOT))
     return next((folders[p] for p in parents if p in folders), None)
 
 
@@ -65,8 +66,8 @@ def main() -> None:
         return
     for group, size in found.items():
         budget = f"  (at most {BUDGETS[group]})" if BUDGETS[group] else ""
-        print(f"{group:28} {size:5}{budget}")
-    print(f"{'total':28} {sum(found.values()):5}")
+        print(f"{group:40} {size:5}{budget}")
+    print(f"{'total':40} {sum(found.values()):5}")
 
 
 if __name__ == "__main__":
