@@ -17,6 +17,7 @@ from samebits import LLM, SamplingParams
 
 from helpers.processes import command_line
 from helpers.serving import served_checkpoint
+from helpers.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
@@ -138,17 +139,20 @@ def test_nothing_is_lost_doubled_or_wrong_and_nothing_grows(checkpoint, tmp_path
         info = httpx.get(f"{url}/server_info").json()
         soak = Soak(url, f"http://127.0.0.1:{info['control_port']}", expected)
         watched = psutil.Process(process.pid)
+        idle = watched.num_fds()
 
-        def held() -> tuple[int, int, int]:
-            return watched.num_fds(), watched.num_threads(), watched.memory_info().rss
+        def held() -> tuple[int, int]:
+            # The server learns of connections that clients have closed when it comes to read.
+            wait_for(lambda: watched.num_fds() <= idle + 4)
+            return watched.num_threads(), watched.memory_info().rss
 
         asyncio.run(soak.run(range(REQUESTS // 4)))
         before = held()
         asyncio.run(soak.run(range(REQUESTS // 4, REQUESTS)))
         after = held()
-        print(soak.counts, "descriptors, threads, bytes:", before, "->", after)
+        print(soak.counts, "threads, bytes:", before, "->", after)
         assert sum(soak.counts.values()) == REQUESTS and soak.counts["aborted"] + soak.counts["left"] > REQUESTS / 5
         load = httpx.get(f"{url}/v1/loads").json()
         assert load["num_total_reqs"] == 0 and load["kv_cache_bytes_used"] == 0
-    assert after[0] <= before[0] + 4 and after[1] <= before[1] + 2
-    assert after[2] < before[2] + 24 * 2**20
+    assert after[0] <= before[0] + 2
+    assert after[1] < before[1] + 24 * 2**20
