@@ -168,13 +168,16 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return {name: Placement(layer.r[key], layer.scaling[key]) for name, layer, key in _active(model)}
 
 
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the active adapter's tensors by their names in PEFT's files."""
+    for name, layer, key in _active(model):
+        yield tensor_name(name, "A"), layer.lora_A[key].weight
+        yield tensor_name(name, "B"), layer.lora_B[key].weight
+
+
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the active adapter's tensors by their names in PEFT's files."""
-    state = {}
-    for name, layer, key in _active(model):
-        state[tensor_name(name, "A")] = layer.lora_A[key].weight
-        state[tensor_name(name, "B")] = layer.lora_B[key].weight
-    return state
+    return dict(adapter_tensors(model))
 
 
 def updated_state(model: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
-from .adapter import adapt, adapter_state, cover, describe, is_adapted, placements
+from .adapter import adapt, adapter_tensors, cover, describe, is_adapted, placements
 from .checkpoint import CheckpointError, manifest, resolve
 from .coverage import cover_rest
 from .experts import is_experts, use_exact_experts
@@ -281,7 +281,7 @@ def contract_of(
     parameter = next(model.parameters())
     contract = Contract.of(dtype or parameter.dtype, compute_device(model))
     if is_adapted(model):
-        factor = next(iter(adapter_state(model).values()))
+        _, factor = next(adapter_tensors(model))
         kept = adapter_dtype or (isinstance(factor, DTensor) and dtype) or factor.dtype
         name = str(kept).removeprefix("torch.")
         contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=name)

@@ -125,7 +125,5 @@ def check_contract(module: nn.Module, contract: Contract) -> None:
             f"{type(module).__name__} is not from samebits.trainer.exact_model, so its log-probs would differ from the "
             "rollouts'. To take its weights all the same, give module.state_dict().items()"
         )
-    theirs = contract_of(module)  # type: ignore[arg-type]
-    if theirs.dtype == "float32":
-        theirs = contract_of(module, getattr(torch, contract.dtype))  # type: ignore[arg-type]
-    contract.check(theirs)
+    cast = getattr(torch, contract.dtype) if next(module.parameters()).dtype == torch.float32 else None
+    contract.check(contract_of(module, cast))  # type: ignore[arg-type]
