@@ -147,7 +147,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ServerOptions(**server)  # checked before the model loads, as are the addresses
     listeners = [http.take_address(host, port)]
-    if guard.admin_key is None and control_port != port:
+    if guard.admin_key is None and (control_port != port or not port):  # two free ones are not one
         listeners.append(http.take_address("127.0.0.1", control_port))
     # The OpenMP team of a thread ends with it. One left idle in this thread would be two threads too many for the CPUs,
     # and libgomp then puts the engine's threads to sleep at every barrier: 25 ms a step.

@@ -24,7 +24,7 @@ from samebits.trainer.rl import TrainConfig
 
 from helpers.commands import samebits
 from helpers.families import family_config
-from helpers.serving import add_tokenizer
+from helpers.serving import add_tokenizer, free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -311,6 +311,23 @@ def test_a_port_in_use_is_told_before_the_model_loads():
     assert samebits("serve", "no-such-model", "--port", 80000).returncode == 2
     done = samebits("serve", "no-such-model", "--port", 0, "--max-waiting", -5)
     assert done.returncode == 2 and "max_waiting must be at least 0" in done.stderr
+
+
+def test_two_free_ports_are_two_and_one_number_is_one(monkeypatch):
+    found = []
+    monkeypatch.setattr("samebits.engine.llm.LLM.__init__", lambda self, model, **settings: None)
+    monkeypatch.setattr("samebits.engine.llm.LLM.close", lambda self: None)
+    monkeypatch.setattr(
+        "samebits.server.serve.serve", lambda llm, name, listeners, *args, **options: found.append(listeners)
+    )
+    one = str(free_port())
+    for options in (["--port", "0"], ["--port", "0", "--control-port", "0"], ["--port", one, "--control-port", one]):
+        done = CliRunner().invoke(app, ["serve", "somewhere", *options])
+        assert done.exit_code == 0, done.output
+    for listeners, count in zip(found, (2, 2, 1), strict=True):
+        assert len({listener.getsockname()[1] for listener in listeners}) == len(listeners) == count
+        for listener in listeners:
+            listener.close()
 
 
 def test_options_of_a_config_reach_it(monkeypatch):
