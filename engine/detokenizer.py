@@ -58,8 +58,8 @@ class TextStream:
 
     def shown(self, stop: Sequence[str]) -> str:
         """The text without an end that may become a stop string."""
-        longest = max((len(s) for s in stop), default=0)
-        for size in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-size:]) for s in stop):
-                return self.text[:-size]
-        return self.text
+        held = 0
+        for each in stop:
+            sizes = range(min(len(each) - 1, len(self.text)), held, -1)
+            held = next((size for size in sizes if self.text.endswith(each[:size])), held)
+        return self.text[: len(self.text) - held]
