@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 
+FORWARDED = ("forwarded", "x-forwarded-", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-", "x-original-")
+
 
 class Guard:
     """Keys of the two kinds of routes, and the port of the stricter kind.
@@ -67,7 +69,7 @@ def _is_local(request: Request) -> bool:
     headers = request.headers
     if request.client is None or not is_loopback(request.client.host):
         return False
-    if "forwarded" in headers or "x-forwarded-for" in headers or "via" in headers or "x-real-ip" in headers:
+    if any(name.startswith(FORWARDED) for name in headers):
         return False
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return False

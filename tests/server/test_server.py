@@ -702,7 +702,8 @@ def test_non_finite_logits_are_a_500_and_never_nan_in_json(server, monkeypatch):
 
 def test_control_routes_without_a_key_answer_this_machine_alone(server):
     for headers in [
-        {"x-forwarded-for": "10.0.0.1"},
+        *({name: "10.0.0.1"} for name in ("x-forwarded-for", "x-forwarded-host", "forwarded", "via", "x-real-ip")),
+        {"cf-connecting-ip": "10.0.0.1"},
         {"origin": "https://evil.example"},
         {"host": "evil.example", "origin": "http://evil.example"},
         {"sec-fetch-site": "cross-site"},
