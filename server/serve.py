@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import sys
+import time
 from types import FrameType
 from typing import Any
 
@@ -92,10 +93,9 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, shutdown_timeout: float = 0.0):
         self.service: Service = app.state.service
         self.shutdown_timeout = shutdown_timeout
-        waits: Any = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": 5}
         headers = [("x-samebits-contract", self.service.contract_hash or "none")]  # every reply says whose bits it has
-        quiet: Any = {"proxy_headers": False, "access_log": False, "log_config": None}
-        config = uvicorn.Config(app, loop="asyncio", http=Connection, headers=headers, backlog=4096, **waits, **quiet)
+        more: Any = {"timeout_keep_alive": KEEP_ALIVE, "proxy_headers": False, "access_log": False, "log_config": None}
+        config = uvicorn.Config(app, loop="asyncio", http=Connection, headers=headers, backlog=4096, **more)
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -113,10 +113,14 @@ class Server(uvicorn.Server):
 
     async def _end(self, deadline: float) -> None:
         logger.info("shutting down: requests have %g s to finish", deadline)
+        for connection in [*self.server_state.connections] if self.should_exit else ():  # replies are being sent
+            connection.transport.abort()
+        end = time.monotonic() + deadline
         try:
             if self.started:
                 await self.service.engine.drain(deadline)
         finally:
+            self.config.timeout_graceful_shutdown = max(5, int(end - time.monotonic()))
             self.should_exit = True
 
 

@@ -1,12 +1,15 @@
 """How the server ends, and what its processes do when others die: as processes, under signals and behind a proxy."""
 
 import contextlib
+import http.client
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -62,6 +65,32 @@ def test_sigterm_in_a_rendezvous_and_in_a_transfer_exits_0(path):
             silent.close()
             if step == "transfer":
                 group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_lets_slow_readers_have_their_replies_and_a_second_one_doesn_t(path, signals):
+    body = {"prompt": [7] * 100, "max_tokens": 400, "n": 60, "logprobs": 20, "ignore_eos": True}
+    with command_line(path, "--max-num-seqs", "64") as (process, url), contextlib.closing(connect(url)) as connection:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        reply = connection.getresponse()  # its head: what follows is more than sockets hold
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1)
+        if signals == 1:
+            time.sleep(6)  # longer than replies of aborted requests have
+            choices = json.loads(reply.read())["choices"]
+            assert len(choices) == 60 and {c["finish_reason"] for c in choices} == {"length"}
+        assert process.wait(5) == 0, process.stdout.read()
+
+
+def connect(url: str) -> http.client.HTTPConnection:
+    """A connection that reads when it is told to."""
+    address = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.connect()
+    return connection
 
 
 # --- behind a proxy ---------------------------------------------------------------------------------------------------
