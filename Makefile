@@ -41,7 +41,7 @@ test-slow: setup
 
 test-server: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
-	$(BIN)/python -m pytest tests/server tests/cli/test_calibration.py
+	$(BIN)/python -m pytest tests/server tests/cluster/test_faults_under_load.py tests/cli/test_calibration.py
 
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	@mkdir -p build

@@ -28,7 +28,8 @@ from .states import ConflictError, UnavailableError
 MAX_BODY = 16 * 2**20  # bytes; the event loop reads so much JSON in less than half a second
 _STATUSES = (400, 401, 403, 404, 409, 413, 500, 503)  # of errors that any route may answer with
 _KNOWN: dict[int, tuple[type[Exception], ...]] = {
-    400: (ValueError, TypeError, OSError, WeightUpdateError, NumericsError),  # OSError: files that a request names
+    # OSError: files that a request names. RecursionError: what it nests too deeply.
+    400: (ValueError, TypeError, OSError, WeightUpdateError, NumericsError, RecursionError, NotImplementedError),
     409: (ConflictError,),
     499: (ClientDisconnect,),
     500: (TransferError, GenerationError),

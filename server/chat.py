@@ -84,8 +84,7 @@ class Conversation:
             reason = "tool_calls" if reason == "stop" else reason
         if self.kept and (c.finish_reason == "length" or (c.finish_reason == "stop" and c.stop_reason is None)):
             said = plain({"role": "assistant", "content": answer.text[:shown], "tool_calls": calls})
-            ids = output.prompt_token_ids + answer.token_ids
-            self.server.kept.add(next_key(self.keys[-1], said), ids)
+            self.server.kept.add(next_key(self.keys[-1], said), output.prompt_token_ids + answer.token_ids)
         found = {"delta" if self.streamed else "message": message, "finish_reason": reason}
         return found | ({"text": answer.text} if calls else {})
 

@@ -12,7 +12,7 @@ from ..engine.engine import MEMORY_TAGS
 from ..engine.weights import TensorSpec
 from ..engine.weights.group import DEFAULT_GROUP_NAME, WHOLE
 from ..engine.weights.spec import parse_specs
-from .protocol import Body, FastRoute, reply
+from .protocol import Body, FastRoute, Ids, Many, reply
 from .service import Served
 from .states import ConflictError
 
@@ -37,7 +37,7 @@ Label = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, max_lengt
 class AbortRequestsBody(Body):
     """The requests to abort; none named: all."""
 
-    request_ids: list[str] = Field(default_factory=list)
+    request_ids: Many[str] = Field(default_factory=list)
 
 
 class AbortBody(Body):
@@ -102,9 +102,9 @@ class InitTransferBody(Body):
 class Manifest(GroupBody):
     """The tensors that a broadcast brings, in order; vLLM calls their dtypes dtype_names."""
 
-    names: list[str] = Field(min_length=1)
-    dtypes: list[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"))
-    shapes: list[list[int]]
+    names: Many[str] = Field(min_length=1)
+    dtypes: Many[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"))
+    shapes: Many[Ids]
     bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
 
     def specs(self) -> list[TensorSpec]:
@@ -142,7 +142,7 @@ class CheckerBody(Body):
 class MemoryBody(Body):
     """The kinds of memory to release or to take back; none named: all."""
 
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+    tags: Many[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 def done(message: str, **more: Any):

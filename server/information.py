@@ -134,8 +134,7 @@ async def get_weight_version(server: Served):
 @router.get("/is_paused")
 async def is_paused(server: Served):
     """Say whether generation is paused, and the state of the server."""
-    state = server.engine.state
-    return reply({"is_paused": state.paused, "state": state.name})
+    return reply({"is_paused": server.engine.state.paused, "state": server.engine.state.name})
 
 
 @router.get("/is_sleeping")
@@ -147,8 +146,7 @@ async def is_sleeping(server: Served):
 @router.get("/get_world_size")
 async def get_world_size(server: Served, include_dp: bool = True):
     """Ranks that this server takes in a weight group; without include_dp, those of one replica."""
-    llm = server.llm
-    return reply({"world_size": llm.world_size if include_dp else llm.config.pipeline_parallel_size})
+    return reply({"world_size": server.llm.world_size if include_dp else server.llm.config.pipeline_parallel_size})
 
 
 @router.get("/get_model_info")

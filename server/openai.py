@@ -293,8 +293,7 @@ async def chat_completions(body: ChatRequest, server: Served):
 async def inference_generate(body: TokensRequest, server: Served):
     """Token ids in, token ids out."""
     server.check_model(body.model)
-    sampling = body.sampling_params
-    params = sampling.params(body.stream, detokenize=bool(sampling.stop))
+    params = body.sampling_params.params(body.stream, detokenize=bool(body.sampling_params.stop))
     request_id = body.request_id or uuid.uuid4().hex
     begun = False
 
@@ -317,9 +316,7 @@ async def inference_generate(body: TokensRequest, server: Served):
         }  # fmt: skip
 
     def whole(outputs: list[RequestOutput]) -> dict:
-        (output,) = outputs
-        count = sum(len(c.token_ids) for c in output.completions)
-        return envelope(output) | {"usage": usage(outputs, count)}
+        return envelope(outputs[0]) | {"usage": usage(outputs, sum(len(c.token_ids) for c in outputs[0].completions))}
 
     def events(index: int, output: RequestOutput) -> Iterable[dict]:
         nonlocal begun
@@ -338,8 +335,7 @@ def _token_entries(c: Completion) -> Iterator[bytes]:
 
 def _token_entry(token: int, logprob: float, rank: int) -> dict:
     """Both spellings of a token: vLLM's integer and the string that `renderers` reads."""
-    name = f"token_id:{token}"
-    return {"token": name, "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob), "rank": rank, "bytes": None}
 
 
 @router.post("/tokenize")

@@ -16,6 +16,7 @@ from ..engine.sampling_params import MAX_LOGPROBS
 
 MAX_STOPS = 64  # stop strings
 MAX_STOPPING = 1024  # characters of all of them, stop tokens
+EXPERTS = 4  # log-probs that the experts of a token count as: some 1,500 bytes, those of a large model
 MAX_GRAMMAR = 2**16  # characters; the time to compile one may grow with their square
 
 
@@ -28,7 +29,8 @@ class ServerOptions:
     max_logprobs: int = 20
     """Most alternatives that a request may ask for per token."""
     max_reply_logprobs: int = 2_097_152
-    """Most log-probs that a reply may have, those of alternatives and of the prompt included: it bounds its memory."""
+    """Most log-probs that a reply may have, those of alternatives and of the prompt included: it bounds its memory.
+    Experts of a token count as four."""
     transfer_timeout: float = 300.0
     """Seconds for the rendezvous and for each broadcast of a weight update."""
     tool_parser: str = "auto"
@@ -81,7 +83,7 @@ class Limits:
 
     def check_reply(self, requests: Sequence[Request]) -> None:
         """Check the reply's size, now that the prompts' lengths are known."""
-        what = "log-probs of a reply (n x max_tokens x (1 + logprobs), and the prompt's where they are asked for)"
+        what = "log-probs of a reply (n x max_tokens x (1 + logprobs), the prompt's, and four for a token's experts)"
         _check(sum(map(reply_values, requests)), self.values, what, "--max-reply-logprobs")
 
 
@@ -97,7 +99,7 @@ def _check(asked: int, limit: int, what: str, option: str) -> None:
 
 def reply_values(request: Request) -> int:
     """The most log-probs that a request's reply has."""
-    params = request.params
-    sampled = params.n * request.samples[0].max_tokens * (1 + (params.logprobs or 0))
-    scored = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
-    return sampled + scored
+    params, prompt, most = request.params, len(request.prompt_token_ids), request.samples[0].max_tokens
+    sampled = params.n * most * (1 + (params.logprobs or 0))
+    scored = 0 if params.prompt_logprobs is None else prompt * (1 + params.prompt_logprobs)
+    return sampled + scored + params.routed_experts * params.n * (prompt + most) * EXPERTS

@@ -34,7 +34,8 @@ AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread 
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 T = TypeVar("T")
 # Lists are checked up to the first wrong item: errors for each of a million would take a minute.
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Many = Annotated[list[T], Field(fail_fast=True)]
+Ids = Many[int]
 Items = Annotated[list[T], Field(fail_fast=True, max_length=2**16)]
 
 # Parameters of other engines that change a result. What is false or NEUTRAL asks for nothing.

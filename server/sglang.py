@@ -53,8 +53,8 @@ class GenerateBody(Body):
     top_logprobs_num: int | Ids | None = 0
     return_text_in_logprobs: bool | None = False
     return_prompt_token_ids: bool | None = False
-    return_routed_experts: bool | list[bool] | None = False
-    routed_experts_start_len: int | list[int] | None = None
+    return_routed_experts: bool | Items[bool] | None = False
+    routed_experts_start_len: int | Ids | None = None
     stream: bool | None = False
     rid: RequestId | Items[RequestId] | None = None
     cache_salt: str | None = Field(default=None, min_length=1)

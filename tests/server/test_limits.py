@@ -323,6 +323,7 @@ HEAVY = {
     "many prompts": ("/v1/completions", {"prompt": [[7] * 4000] * 1150}),
     "wrong items": ("/v1/completions", {"prompt": [None] * 1_000_000}),
     "wrong items of items": ("/generate", {"input_ids": [[5, None]] * 300_000}),
+    "wrong items of experts": ("/generate", {"input_ids": [5], "routed_experts_start_len": [None] * 1_000_000}),
     "small prompts": ("/generate", {"input_ids": [[]] * 700_000}),
     "small texts": ("/v1/completions", {"prompt": [""] * 700_000, "add_special_tokens": False}),
     "wrong messages": ("/v1/chat/completions", {"messages": [None] * 1_000_000}),

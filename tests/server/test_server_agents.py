@@ -277,6 +277,27 @@ def test_bad_requests_say_what_to_do(server, given, message):
     assert message in response.json()["message"]
 
 
+def nested(depth: int) -> str:
+    """JSON of objects in objects."""
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+DEEP_CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
+DEEP = {
+    "arguments": json.dumps({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]}),
+    "a message": '{"messages": [{"role": "user", "content": "", "more": ' + nested(1010) + "}]}",
+    "a schema": '{"messages": [], "structured_outputs": {"json": ' + nested(1010) + "}}",
+    "a body": '{"messages": ' + nested(5000) + "}",
+}
+
+
+@pytest.mark.parametrize("what", DEEP)
+def test_what_is_nested_too_deeply_is_a_400(server, what):
+    headers = {"content-type": "application/json"}
+    response = server.http.post("/v1/chat/completions", content=DEEP[what], headers=headers)
+    assert response.status_code == 400, response.text
+
+
 def test_a_forced_call_needs_a_template_whose_calls_are_known(path):
     with Serving(path, {"kv_cache_memory_bytes": 2**23}, tool_parser="off") as server:
         body = {"messages": user(), "tools": TOOLS, "max_tokens": 3}

@@ -37,6 +37,16 @@ def expected(server):
     return [c.routed_experts for c in llm.generate([PROMPT], params, use_tqdm=False)[0].completions]
 
 
+def test_experts_count_towards_the_size_of_a_reply(server):
+    """Two samples of 6 tokens after 5 have 2 x 6 log-probs, and experts that count as 4 x 2 x 11."""
+    with Serving(server.llm.path, max_reply_logprobs=100) as small:
+        body = {"prompt": PROMPT, "n": 2, "max_tokens": 6, "ignore_eos": True}
+        small.ok("/v1/completions", body | {"routed_experts": True})
+        small.ok("/v1/completions", body | {"n": 16})
+        refused = small.post("/v1/completions", body | {"routed_experts": True, "max_tokens": 7})
+        assert refused.status_code == 400 and "four for a token's experts" in refused.json()["message"]
+
+
 def from_npy(text):
     return np.load(io.BytesIO(base64.b64decode(text)))
 
