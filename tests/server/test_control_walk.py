@@ -33,6 +33,7 @@ VERBS = {
     "begin": ("/begin_weight_update", {}),
     "end": ("/end_weight_update", {}),
     "update": ("/update_weights_from_disk", {}),
+    "reset": ("/weights_checker", {"action": "reset"}),
     "abort": ("/abort_request", {"abort_all": True}),
     "flush": ("/flush_cache", {}),
 }
@@ -83,6 +84,8 @@ class Model:
             self.paused = self.paused and self.begun
         elif verb == "release":
             self.kv = False
+        elif verb == "reset":
+            self.weights = False
         elif verb == "take":
             self.weights = self.kv = True
         elif verb == "begin":
