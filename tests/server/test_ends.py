@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -99,7 +100,7 @@ NGINX = """
 daemon off; pid {folder}/pid; error_log stderr; worker_processes 1; events {{}}
 http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
         uwsgi_temp_path {folder}; scgi_temp_path {folder};
-        server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {url}; proxy_buffering off; }} }} }}
+        server {{ listen 127.0.0.1:{port}; {location} }} }}
 """
 
 
@@ -107,7 +108,9 @@ def nginx(folder, port, url) -> list[str]:
     if shutil.which("nginx") is None:
         pytest.skip("needs nginx")
     folder.chmod(0o777)
-    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port, url=url))
+    docs = Path(__file__).parents[2] / "docs/serving.md"
+    location = re.search(r"^location / .*$", docs.read_text(), re.MULTILINE)[0].replace("http://127.0.0.1:8000", url)
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port, location=location))
     return ["nginx", "-c", str(folder / "nginx.conf")]
 
 
