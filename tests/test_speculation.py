@@ -20,10 +20,7 @@ VOCAB = 40  # so small that texts repeat themselves
 CASES = [1, pytest.param(12, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(autouse=True)
-def _rows_cost_nothing(monkeypatch):
-    """So that everything that can be drafted is, whatever this machine's clock says."""
-    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+pytestmark = pytest.mark.usefixtures("rows_cost_nothing")
 
 
 class Prophet:

@@ -232,9 +232,8 @@ def test_a_grammar_that_the_vocabulary_cant_follow_ends_its_request_alone(path, 
     assert good.completions[0].finish_reason in ("stop", "length")
 
 
-def test_a_grammar_is_followed_without_drafts_and_to_the_same_bits(path, monkeypatch):
+def test_a_grammar_is_followed_without_drafts_and_to_the_same_bits(path, rows_cost_nothing):
     """The mask of a drafted token would need the draft's own state of the grammar: such samples draft nothing."""
-    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
     params = SamplingParams(max_tokens=30, seed=3, structured_outputs=StructuredOutputsParams(json=SCHEMA))
     free = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
     found = []

@@ -76,11 +76,10 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("dtype", "adapted"), [("float32", False), ("bfloat16", True)])
 def test_launches_of_groups_that_share_reads_and_draft_have_the_bits_of_their_kernels(
-    checkpoint, dtype, adapted, launches, monkeypatch
+    checkpoint, dtype, adapted, launches, monkeypatch, rows_cost_nothing
 ):
     path = checkpoint("qwen3", num_hidden_layers=LAYERS)
     adapter = adapted_model(path, dtype) if adapted else None
-    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
     drafts = {"method": lambda ids: ids[-2:], "num_speculative_tokens": 2}
     llm = LLM(path, dtype=dtype, adapter=adapter, kv_cache_memory_bytes=2**24, speculative_config=drafts)
     params = SamplingParams(n=4, max_tokens=12, seed=3, temperature=0.5, ignore_eos=True)

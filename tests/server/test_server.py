@@ -323,8 +323,7 @@ def test_metrics_count_tokens_samples_and_steps(server):
     assert metrics(server)[hits] == after[hits] + 32
 
 
-def test_metrics_count_drafts_by_their_method(path, server, monkeypatch):
-    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+def test_metrics_count_drafts_by_their_method(path, server, rows_cost_nothing):
     body = {"prompt": [9] * 20, "max_tokens": 40, "ignore_eos": True, "seed": 3, "logprobs": 1}
     expected = server.ok("/v1/completions", body)["choices"]
     with Serving(path, {"speculative_config": {"method": "suffix"}}) as drafting:

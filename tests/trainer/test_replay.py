@@ -136,7 +136,7 @@ def test_activation_checkpointing_meets_the_same_experts(paths, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_of_drafted_rollouts_replay_to_their_bits(paths, family):
+def test_experts_of_drafted_rollouts_replay_to_their_bits(paths, family, rows_cost_nothing):
     """Also those of tokens whose rows were first written by a wrong draft."""
     config = {"method": "suffix", "num_speculative_tokens": 4}
     llm = LLM(paths(family), kv_cache_memory_bytes=1 << 22, speculative_config=config)

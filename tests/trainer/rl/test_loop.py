@@ -645,8 +645,7 @@ def test_problems_that_repeat_come_once_an_epoch_in_an_order_of_its_own():
         make_task("counting", num_problems=0)
 
 
-def test_drafts_change_no_bit_of_a_run_and_follow_the_last_validation(tiny, monkeypatch):
-    monkeypatch.setattr("samebits.engine.core.measure_step_seconds", lambda *_: lambda rows: 1.0)
+def test_drafts_change_no_bit_of_a_run_and_follow_the_last_validation(tiny, rows_cost_nothing):
     found = []
     for drafts in ({}, {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}):
         trainer = Trainer(config_of(tiny, lr=1e-4, engine={"kv_cache_memory_bytes": 2**21, **drafts}), Digits())
