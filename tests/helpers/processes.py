@@ -32,8 +32,8 @@ def started(command, port, seconds=60):
 
 
 @contextlib.contextmanager
-def command_line(path, *options, seconds=60):
+def command_line(path, *options, seconds=60, kv_bytes=2**22):
     port = free_port()
     command = [Path(sys.executable).with_name("samebits"), "serve", path, "--port", str(port), *options]
-    with started([*map(str, command), "--kv-cache-memory-bytes", str(2**22)], port, seconds) as process:
+    with started([*map(str, command), "--kv-cache-memory-bytes", str(kv_bytes)], port, seconds) as process:
         yield process, f"http://127.0.0.1:{port}"
