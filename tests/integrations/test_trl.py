@@ -10,7 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -203,13 +203,13 @@ def test_a_saved_model_serves_the_trained_weights(path, tmp_path):
 # --- engines ---
 
 
-def test_every_kind_of_engine_gives_the_same_run(path, tmp_path):
+def test_every_kind_of_engine_gives_the_same_run(path, tmp_path, ray_cluster):
     expected = trl_run.run("grpo", path, tmp_path)
-    with Serving(path) as server:
+    with Serving(path) as server, closing(LLM(path, replicas=2, **trl_run.ENGINE)) as replicas:
         trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
         kinds = [
             {"engine": LLM(path, **trl_run.ENGINE)},
-            {"engine": LLM(path, replicas=2, **trl_run.ENGINE)},
+            {"engine": replicas},
             {"engine": server.url},
             {"engine": RemoteEngine(Client(server.url), path)},
             {"engine": None, **trls},
