@@ -294,8 +294,7 @@ async def update_weights_from_distributed(body: FromDistributedBody, server: Ser
 async def end_weight_update(server: Served, body: WholeUpdateBody | None = None):
     """Put the weights of the update that was begun into force."""
     await server.updates.finish(body.weight_version if body else None)
-    label = server.updates.label
-    return done(f"version {label!r} is in force", weight_version=label)
+    return done(f"version {server.updates.label!r} is in force", weight_version=server.updates.label)
 
 
 @vllm.post("/update_weight_version")

@@ -99,7 +99,8 @@ def _check(asked: int, limit: int, what: str, option: str) -> None:
 
 def reply_values(request: Request) -> int:
     """The most log-probs that a request's reply has."""
-    params, prompt, most = request.params, len(request.prompt_token_ids), request.samples[0].max_tokens
-    sampled = params.n * most * (1 + (params.logprobs or 0))
-    scored = 0 if params.prompt_logprobs is None else prompt * (1 + params.prompt_logprobs)
-    return sampled + scored + params.routed_experts * params.n * (prompt + most) * EXPERTS
+    params = request.params
+    sampled = params.n * request.samples[0].max_tokens * (1 + (params.logprobs or 0))
+    scored = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
+    tokens = len(request.prompt_token_ids) + request.samples[0].max_tokens
+    return sampled + scored + (EXPERTS * params.n * tokens if params.routed_experts else 0)

@@ -113,13 +113,14 @@ class Server(uvicorn.Server):
 
     async def _end(self, deadline: float) -> None:
         logger.info("shutting down: requests have %g s to finish", deadline)
-        for connection in [*self.server_state.connections] if self.should_exit else ():  # replies are being sent
+        for connection in [*self.server_state.connections] if self.should_exit else ():  # a signal while replies go out
             connection.transport.abort()
         end = time.monotonic() + deadline
         try:
             if self.started:
                 await self.service.engine.drain(deadline)
         finally:
+            # Replies go out in what is left, those of aborted requests in five seconds.
             self.config.timeout_graceful_shutdown = max(5, int(end - time.monotonic()))
             self.should_exit = True
 
