@@ -241,6 +241,12 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
         expect(f"{name} rotary", kernels.place_heads(q, k, k, None, (cos, sin), layout, caches[1]), q_turned)
         for ours, other in zip(*caches, strict=True):
             expect(f"{name} cache", ours[:, :, :50], other[:, :, :50])
+        norms = [(q[i, 0].contiguous(), eps) for i, eps in enumerate((1e-6, 1e-5))]
+        normed = [kernels.rms_norm(t.view(-1, 128), *n)[0].view(t.shape) for t, n in zip((q, k), norms, strict=True)]
+        apart = kernels.place_heads(*normed, k, None, (cos, sin), layout, caches[0])
+        expect(f"{name} heads", kernels.place_heads(q, k, k, tuple(norms), (cos, sin), layout, caches[1]), apart)
+        for ours, other in zip(*caches, strict=True):
+            expect(f"{name} cache of normed heads", ours[:, :, :50], other[:, :, :50])
     logits = torch.randn(24, vocab).to(device) * 3
     params = ops.RowParams.repeat(24)
     params.top_k[4:8], params.top_p[6:12], params.min_p[10:14], params.temperature[3:20] = 50, 0.9, 0.05, 0.7

@@ -18,26 +18,32 @@ _ROWS = 32  # that one program of a backward pass sums
 
 @triton.jit
 def norm_scale(values, width, eps):
-    """Return 1 / sqrt(mean(x^2) + eps) of a row."""
-    mean = tl.sum(values * values, 0) / width
+    """Return 1 / sqrt(mean(x^2) + eps) of each row."""
+    mean = tl.sum(values * values, -1) / width
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
-@triton.jit
-def _rms_norm(x, update, weight, total, out, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x, update, weight, total, out, rstd, rows, width, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     await_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    mask = j < width
-    values = tl.load(x + row * width + j, mask=mask, other=0.0).to(tl.float32)
+    row, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    place, mask, here = row * width + j, j < width, row < rows
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)
+        here = row < rows
+        place, mask = row[:, None] * width + j[None, :], here[:, None] & (j < width)[None, :]
+    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        values = values + tl.load(update + row * width + j, mask=mask, other=0.0).to(tl.float32)
-        tl.store(total + row * width + j, values.to(total.dtype.element_ty), mask=mask)
+        values = values + tl.load(update + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total + place, values.to(total.dtype.element_ty), mask=mask)
         values = values.to(total.dtype.element_ty).to(tl.float32)
     scale = norm_scale(values, width, eps)
-    scaled = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32) * (values * scale)
-    tl.store(out + row * width + j, scaled.to(out.dtype.element_ty), mask=mask)
-    tl.store(rstd + row, scale)
+    scaled = values * (scale[:, None] if ROWS > 1 else scale)
+    scaled = tl.load(weight + j, mask=j < width, other=0.0).to(tl.float32) * scaled
+    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=mask)
+    tl.store(rstd + row, scale, mask=here)
 
 
 def one_row(width: int) -> dict[str, int]:
@@ -46,13 +52,22 @@ def one_row(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
+def several_rows(width: int) -> dict[str, int]:
+    """Return the rows of a program, and their block and warps. Several narrow ones have a warp each: the same tree."""
+    row = one_row(width)
+    rows = 4 if row["BLOCK"] <= 128 else 1
+    return {"ROWS": rows, "BLOCK": row["BLOCK"], "num_warps": rows * row["num_warps"]}
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows]; x [rows, width]."""
     x = aligned(x)
     rows, width = x.shape
     out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     weight = aligned(weight.detach())
-    launch(_rms_norm, (rows,), x, x, weight, out, out, rstd, width, eps, ADD=False, **one_row(width))
+    shape = several_rows(width)
+    grid = (triton.cdiv(rows, shape["ROWS"]),)
+    launch(_rms_norm, grid, x, x, weight, out, out, rstd, rows, width, eps, ADD=False, **shape)
     return out, rstd
 
 
@@ -64,7 +79,9 @@ def add_rms_norm(
     rows, width = x.shape
     total, out, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     weight = aligned(weight.detach())
-    launch(_rms_norm, (rows,), x, update, weight, total, out, rstd, width, eps, ADD=True, **one_row(width))
+    shape = several_rows(width)
+    grid = (triton.cdiv(rows, shape["ROWS"]),)
+    launch(_rms_norm, grid, x, update, weight, total, out, rstd, rows, width, eps, ADD=True, **shape)
     return total, out
 
 

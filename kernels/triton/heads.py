@@ -12,49 +12,64 @@ import triton.language as tl
 from ..backend import HeadNorms
 from ..layout import PagedLayout
 from .attention import BLOCK, cache_row, rows_dense
-from .elementwise import norm_scale, one_row
+from .elementwise import norm_scale, several_rows
 from .launch import aligned, await_inputs, launch
+
+
+@triton.jit
+def _halves(row, half, i, mask):
+    """Load both halves of heads, in fp32."""
+    return (
+        tl.load(row + i, mask=mask, other=0.0).to(tl.float32),
+        tl.load(row + half + i, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _turned(x, partner, cos, sin, kind: tl.constexpr):
+    """Return x * cos + partner * sin, each step rounded."""
+    return (x * cos).to(kind).to(tl.float32) + (partner * sin).to(kind).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _place_heads(
     q, k, v, q_weight, k_weight, cos, sin, slot_mapping, q_out, k_cache, v_cache,
     stride_q, stride_k, stride_v, heads, kv_heads, width, q_eps, k_eps,
-    NORM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and turn one head of one token; a key goes to its slot with its value.
+    """Norm and turn some heads of one token, queries first; keys go to their slot with their values.
 
-    The pairs that are turned are half a head apart: each number loads its partner, too, and norms it.
+    A warp has a head: its sum of squares is the one that a norm's own launch adds up. The pairs that are turned are
+    half a head apart.
     """
     await_inputs()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source, weight, eps = q + token * stride_q + head * width, q_weight, q_eps
-    if head >= heads:
-        source, weight, eps = k + token * stride_k + (head - heads) * width, k_weight, k_eps
-    kind = q.dtype.element_ty
-    j = tl.arange(0, BLOCK)
-    mask, first = j < width, j < width // 2
-    partner = tl.where(first, j + width // 2, j - width // 2)
-    x = tl.load(source + j, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(source + partner, mask=mask, other=0.0).to(tl.float32)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    of_q, of_k = head < heads, (head >= heads) & (head < heads + kv_heads)
+    kind: tl.constexpr = q.dtype.element_ty
+    half, i, j = width // 2, tl.arange(0, BLOCK // 2)[None, :], tl.arange(0, BLOCK)[None, :]
+    mask = (of_q | of_k)[:, None] & (i < half)
+    row = tl.where(of_q, q + token * stride_q + head * width, k + token * stride_k + (head - heads) * width)[:, None]
+    a, b = _halves(row, half, i, mask)
     if NORM:
-        scale = norm_scale(x, width, eps)
-        x = tl.load(weight + j, mask=mask, other=0.0).to(tl.float32) * (x * scale)
-        other = tl.load(weight + partner, mask=mask, other=0.0).to(tl.float32) * (other * scale)
-        x, other = x.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
-    other = tl.where(first, -other, other)
-    by_cos = x * tl.load(cos + token * width + j, mask=mask, other=0.0).to(tl.float32)
-    by_sin = other * tl.load(sin + token * width + j, mask=mask, other=0.0).to(tl.float32)
-    turned = (by_cos.to(kind).to(tl.float32) + by_sin.to(kind).to(tl.float32)).to(kind)
-    if head < heads:
-        tl.store(q_out + (token * heads + head) * width + j, turned, mask=mask)
-    else:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
-        mask = j < tl.where(slot >= 0, width, 0)  # padding has no slot
-        place = cache_row(slot, head - heads, kv_heads, KEYS) * width + j
-        value = tl.load(v + token * stride_v + (head - heads) * width + j, mask=mask)
-        tl.store(k_cache + place, turned, mask=mask)
-        tl.store(v_cache + place, value, mask=mask)
+        x = tl.load(row + j, mask=(of_q | of_k)[:, None] & (j < width), other=0.0).to(tl.float32)
+        scale = norm_scale(x, width, tl.where(of_q, q_eps, k_eps))[:, None]
+        weight_a, weight_b = _halves(tl.where(of_q, q_weight, k_weight)[:, None], half, i, mask)
+        a = (weight_a * (a * scale)).to(kind).to(tl.float32)
+        b = (weight_b * (b * scale)).to(kind).to(tl.float32)
+    cos_a, cos_b = _halves(cos + token * width, half, i, i < half)
+    sin_a, sin_b = _halves(sin + token * width, half, i, i < half)
+    first, second = _turned(a, -b, cos_a, sin_a, kind).to(kind), _turned(b, a, cos_b, sin_b, kind).to(kind)
+    out, to_q = q_out + (token * heads + head)[:, None] * width + i, mask & of_q[:, None]
+    tl.store(out, first, mask=to_q)
+    tl.store(out + half, second, mask=to_q)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    to_cache = mask & of_k[:, None] & (slot >= 0)  # padding has no slot
+    place = cache_row(slot, head - heads, kv_heads, KEYS)[:, None] * width + i
+    tl.store(k_cache + place, first, mask=to_cache)
+    tl.store(k_cache + place + half, second, mask=to_cache)
+    values = v + token * stride_v + (head - heads)[:, None] * width + i
+    tl.store(v_cache + place, tl.load(values, mask=to_cache), mask=to_cache)
+    tl.store(v_cache + place + half, tl.load(values + half, mask=to_cache), mask=to_cache)
 
 
 def place_heads(
@@ -71,11 +86,12 @@ def place_heads(
     q, k, v = (aligned(t) if norms else rows_dense(t) for t in (q, k, v))
     out, kv_heads = q.new_empty(q.shape), k.shape[1]
     (q_weight, q_eps), (k_weight, k_eps) = norms or ((out, 0.0), (out, 0.0))
+    shape = several_rows(dim)
     launch(
-        _place_heads, (tokens, heads + kv_heads),
+        _place_heads, (tokens, -(-(heads + kv_heads) // shape["ROWS"])),
         q, k, v, aligned(q_weight), aligned(k_weight), *(t.contiguous() for t in tables),
         layout.on(q.device).slot_mapping, out, *cache,
         q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, dim, q_eps, k_eps,
-        NORM=norms is not None, KEYS=BLOCK, **one_row(dim),
+        NORM=norms is not None, KEYS=BLOCK, **shape,
     )  # fmt: skip
     return out
