@@ -224,26 +224,34 @@ def _tile(x: torch.Tensor, features: int, out_dtype: torch.dtype) -> Tile:
     return tile
 
 
+def _width(part: _Product, tile: Tile) -> int:
+    """Return the features of a persistent program's tile."""
+    narrow = part.chunks > 1 or part.out.dtype == torch.float32  # registers for a second sum, memory to store from
+    return min(tile.block_n, 128) if narrow else tile.block_n
+
+
+def _tiles(x: torch.Tensor, part: _Product, tile: Tile) -> int:
+    return triton.cdiv(x.shape[0], tile.block_m) * triton.cdiv(part.features, _width(part, tile))
+
+
 def _fills(x: torch.Tensor, parts: list[_Product], tile: Tile) -> bool:
     """Return whether persistent programs can read the operands, and each product alone occupies the GPU."""
-    tall = -(-x.shape[0] // tile.block_m)
-    tiles = tall * -(-min(part.features for part in parts) // tile.block_n)
+    tiles = min(_tiles(x, part, tile) for part in parts)
     return all(_copyable(t) for t in (x, *(part.weight for part in parts))) and tiles >= multiprocessors(x.device) // 2
 
 
 def _launch_persistent(x: torch.Tensor, part: _Product, tile: Tile) -> None:
-    narrow = part.chunks > 1 or part.out.dtype == torch.float32  # registers for a second sum, memory to store from
-    block_n, block_k = min(tile.block_n, 128) if narrow else tile.block_n, BLOCK_K[x.dtype]
-    tiles = -(-x.shape[0] // tile.block_m) * -(-part.features // block_n)
+    block_n, block_k = _width(part, tile), BLOCK_K[x.dtype]
+    stages = tile.stages + (block_n < tile.block_n and part.out.dtype != torch.float32)  # they have room for one more
     launch(
-        _linear_persistent, (min(tiles, multiprocessors(x.device)),),
+        _linear_persistent, (min(_tiles(x, part, tile), multiprocessors(x.device)),),
         TensorDescriptor.from_tensor(x, [tile.block_m, block_k]),
         TensorDescriptor.from_tensor(part.weight, [block_n, block_k]),
         part.weight if part.bias is None else part.bias, part.out,
         *x.shape, part.features, part.chunks, part.span,
         HAS_BIAS=part.bias is not None, CHUNKED=part.chunks > 1,
         BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
 
 
