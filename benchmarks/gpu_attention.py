@@ -61,10 +61,15 @@ def xformers_backward(q, k, v, out, lse, grad, lengths: Sequence[int], scale: fl
     return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
 
 
+@functools.cache
+def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where sequences start, uploaded once: a graph can't be recorded of an upload."""
+    return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+
+
 def aten_forward(q, k, v, lengths: Sequence[int], scale: float, window: int) -> Tensors:
     """Return attention by torch's FlashAttention-2 (16 bits) or its memory-efficient kernels (fp32)."""
-    starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=q.device)
-    most = max(lengths)
+    starts, most = _starts(tuple(lengths), q.device), max(lengths)
     if q.dtype != torch.float32:
         sides = {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
         return torch.ops.aten._flash_attention_forward(
@@ -222,9 +227,9 @@ def times(device: torch.device, tiny: bool, timers: tuple[Any, Any]) -> list[dic
     forwards |= {name: functools.partial(f, q, k, v, *settings) for name, f in FORWARDS.items() if name != "sdpa"}
     backwards = {"ours": functools.partial(gradients._triton_backward, *given)}
     backwards |= {name: functools.partial(f, *given) for name, f in BACKWARDS.items()}
-    for what, calls in (("forward", forwards), ("backward", backwards)):
+    for what, calls, timer in (("forward", forwards, graph_seconds), ("backward", backwards, seconds)):
         note(what)
-        rows = {name: attempt(functools.partial(seconds, device, call)) for name, call in calls.items()}
+        rows = {name: attempt(functools.partial(timer, device, call)) for name, call in calls.items()}
         row = {"what": what, "batch": len(lengths), "context": f"{lengths[0]} packed", "layers": LAYERS}
         found.append(row | _columns(rows))
     return found
