@@ -196,12 +196,14 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
     return found
 
 
-def prefill(device: torch.device, path, tokens: Iterable[int], matrix_rate: float) -> list[dict[str, Any]]:
-    """A step that computes whole prompts, against the same by cuBLAS; its share of the measured matrix rate.
+def prefill(device: torch.device, path, tokens: tuple[int, ...], matrix_rate: float) -> list[dict[str, Any]]:
+    """A step that computes a whole prompt, against the same by cuBLAS; its share of the measured matrix rate.
 
-    Counted are products with weights (lm_head has one row) and attention's two products, half of them masked.
+    Up to 2,048 tokens are in graphs. Counted are products with weights (lm_head has one row) and attention's two
+    products, half of them masked.
     """
-    runners = both_runners(device, path, None)
+    limits = (1, max(tokens), max(tokens)) if ops.backend(device).GRAPHS else None
+    runners = both_runners(device, path, limits)
     model = runners["exact"].model
     config = model.config
     weights, _ = weights_of(config)
@@ -442,7 +444,7 @@ def parts(device: torch.device, folder: str, tiny: bool) -> list[tuple[str, Call
         ("rates", lambda _: rates(device, tiny)),
         ("decode", lambda known: decode(device, large(), batches, contexts, rate(known, "copy_bytes_s"), 60 << 30)),
         ("prefill", lambda known: prefill(
-            device, large(), (70,) if tiny else (2048, 8192), rate(known, "cublas_bf16_flop_s"))),
+            device, large(), (70,) if tiny else (512, 1024, 2048, 4096, 8192), rate(known, "cublas_bf16_flop_s"))),
         ("large batch", lambda _: large_batch(device, large(), *many)),
         ("training", lambda _: training(device, large(), *packed)),
         ("attention layer", lambda _: gpu_attention.times(device, tiny, (seconds, graph_seconds))),

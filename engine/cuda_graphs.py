@@ -6,8 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,9 @@ from ..kernels import ops
 
 logger = logging.getLogger(__name__)
 
-_BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512
+_BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512, *range(768, 2048, 256), *range(2048, 8193, 512)
+_SMALL_TILES = 512  # tokens of a step of prompts whose attention is shared out to the tiles of decoding
+_LEAST_PROMPT = 32  # tokens of a larger step's prompts, on average, for which there is room
 
 
 @contextmanager
@@ -32,10 +33,10 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: Any) -> tuple[Callable[[], None], Tensor]:
-    """(replay, the tensor that it fills). `run` runs before it is recorded: what it compiles or allocates for good is
-    there then. Other threads may use the device meanwhile, to load new weights. side: the stream to record on, the same
-    for all graphs of a pool, whose memory they can't share otherwise."""
+def capture(run: Callable[[], Any], device: torch.device, pool: Any, side: Any) -> tuple[Callable[[], object], Any]:
+    """Return the replay, and what it fills: what `run` returns. It runs before it is recorded: what it compiles or
+    allocates for good is there then. Other threads may use the device meanwhile, to load new weights. side: the stream
+    to record on, the same for all graphs of a pool, whose memory they can't share otherwise."""
     with torch.cuda.device(device):
         main = torch.cuda.current_stream()
         side.wait_stream(main)
@@ -49,27 +50,25 @@ def capture(run: Callable[[], Tensor], device: torch.device, pool: Any, side: An
     return graph.replay, out
 
 
-@dataclass
-class _Bucket:
-    """A graph of `size` tokens and its inputs.
-
-    given: token ids, or hidden states where a stage gets them; numbers, int32 in one buffer: positions, slot
-    mapping, block table starts (`size` each), items (`items` numbers; the first `shared` read for several), tables.
+class _Kind(NamedTuple):
+    """What a graph has room for: tokens, and items of attention. `shared` ones each read for two sequences or more,
+    `small` ones have `most` tokens at most, `large` ones fill the tiles of prompts.
     """
 
     size: int
+    most: int
     shared: int
-    items: int
-    given: Tensor
-    numbers: Tensor
-    replay: Callable[[], None]
-    out: Tensor
+    small: int
+    large: int
 
 
 class StepGraphs:
     """Runs steps of few tokens. Their number is rounded up to a bucket; the rows that are too many have no sequence,
     write nothing and are read by nobody. Steps that decode alone have graphs of their own, so do those that read once
-    what sequences share; others share prompts' tokens out to the same small tiles.
+    what sequences share. Others share prompts' tokens out to the same small tiles, unless they have many.
+
+    All have the same tensors for what they get and return, and each its own for numbers, int32: positions, slot mapping
+    and block table starts of its tokens, then items, then block tables.
 
     forward(given, layout): token ids int64 [T], or hidden states [T, hidden] of the stage before, to hidden states.
     group: query heads of a KV head. max_num_seqs, max_num_batched_tokens: of a step; longest: of a sequence, in tokens.
@@ -85,82 +84,100 @@ class StepGraphs:
         longest: int,
     ):
         self._forward, self._device, self._group, self._longest = forward, device, group, longest
-        self._kernels = ops.backend(device)
+        self._kernels, self._sequences = ops.backend(device), max_num_seqs
+        self._tile = self._kernels.tile_tokens(group)
         self._blocks = -(-longest // self._kernels.BLOCK)
         most = min(max_num_batched_tokens, _BUCKETS[-1])
         self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
-        self._buckets: dict[tuple[int, int, bool], _Bucket] = {}
-        self._pool: Any = None
+        self._graphs: dict[_Kind, tuple[Callable[[], object], Tensor]] = {}
+        self._pool = self._given = self._out = None  # type: Any
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fits(self, layout: ops.PagedLayout) -> bool:
-        """True if a recorded graph has room for the step's tokens."""
-        return len(layout.positions) <= max(self.sizes, default=0)
+    def _kind(self, layout: ops.PagedLayout) -> tuple[_Kind, list[np.ndarray]] | None:
+        """Return the graph that a step needs and the items for its rooms; None if it has more tokens or prompts."""
+        count, sequences = len(layout.positions), len(layout.lengths)
+        size = next((s for s in self.sizes if s >= count), None)
+        if size is None:
+            return None
+        shared, own = np.split(layout.items, [layout.shared_items])
+        if sequences == count:
+            return _Kind(size, 1, size // 2 * (len(shared) > 0), size, 0), [shared, own, own[:0]]
+        if size <= _SMALL_TILES:
+            own = self._kernels.work_items(layout.lengths, self._group, self._tile)
+            return _Kind(size, self._tile, 0, size, 0), [own[:0], own, own[:0]]
+        small, large = np.split(own, [sum(length <= self._tile for length in layout.lengths)])
+        few, tiles = min(size, self._sequences), len(self._kernels.work_items([size], self._group))
+        room = few // 2 * (len(shared) > 0), few * (len(small) > 0), tiles + size // _LEAST_PROMPT
+        return (_Kind(size, self._tile, *room), [shared, small, large]) if len(large) <= room[2] else None
 
     def clear(self) -> None:
         """Forget all graphs, and free their memory: KV blocks or weights move."""
-        self._buckets.clear()
-        self._pool = None
+        self._graphs.clear()
+        self._pool = self._given = self._out = None
 
-    def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor:
-        """Return hidden states [T, hidden]; the next run overwrites them."""
-        count = len(given)
-        size = next(s for s in self.sizes if s >= count)
-        decodes = len(layout.lengths) == count
-        kind = size, 1 if decodes else self._kernels.tile_tokens(self._group), decodes and layout.shared_items > 0
-        bucket = None
+    def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor | None:
+        """Return hidden states [T, hidden], which the next run overwrites; None if no graph has room for the step."""
+        found = self._kind(layout)
+        if found is None:
+            return None
+        kind, items = found
         try:
-            bucket = self._buckets.get(kind) or self._capture(*kind, given)
+            replay, numbers = self._graphs.get(kind) or self._capture(kind, given)
         except torch.OutOfMemoryError:
-            logger.warning("no memory for a graph of %d tokens: such steps run without from now on", size)
-            self.sizes = [s for s in self.sizes if s < size]
-            self._pool = self._pool if self._buckets else None
-        if bucket is None:  # not in the handler, whose traceback holds what the attempt took
-            return self._forward(given, layout)
-        self._fill(bucket, layout, decodes)
-        bucket.given[:count].copy_(given)
-        bucket.replay()
-        return bucket.out[:count]
+            logger.warning("no memory for a graph of %d tokens: such steps run without from now on", kind.size)
+            self.sizes = [s for s in self.sizes if s < kind.size]
+            self._pool = self._pool if self._graphs else None
+            return None
+        self._fill(kind, items, numbers, layout)
+        self._given[: len(given)].copy_(given)
+        replay()
+        return self._out[: len(given)]
 
-    def _fill(self, bucket: _Bucket, layout: ops.PagedLayout, decodes: bool) -> None:
-        size, count, sequences = bucket.size, len(layout.positions), len(layout.lengths)
-        shared, own = np.split(layout.items, [layout.shared_items])
-        if not decodes:
-            own = self._kernels.work_items(layout.lengths, self._group, self._kernels.tile_tokens(self._group))
-        tables = 3 * size + bucket.items
+    def _fill(self, kind: _Kind, items: list[np.ndarray], numbers: Tensor, layout: ops.PagedLayout) -> None:
+        size, count, sequences, width = kind.size, len(layout.positions), len(layout.lengths), items[0].shape[1]
+        tables = 3 * size + sum(kind[2:]) * width
         host = np.zeros(tables + layout.block_tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
         columns[:2, :count] = layout.positions, layout.slot_mapping
         columns[1, count:] = -1  # no slot: nothing is written
         columns[2, :sequences] = layout.block_table_starts
-        items = host[3 * size : tables].reshape(-1, own.shape[1])  # the others have 0 tokens
-        items[bucket.shared : bucket.shared + len(own)] = own
-        if bucket.shared:
-            items[: len(shared)] = shared
+        rows = host[3 * size : tables].reshape(-1, width)  # those that are not filled have 0 tokens
+        first = 0
+        for room, some in zip(kind[2:], items, strict=True):
+            rows[first : first + len(some)] = some
+            first += room
         host[tables:] = layout.block_tables
-        bucket.numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
+        numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
-    def _capture(self, size: int, tokens: int, shares: bool, given: Tensor) -> _Bucket:
-        """Record a graph of `size` tokens. tokens: the most that an item has; shares: some read for several."""
-        given = given.new_zeros((size, *given.shape[1:]))
-        own = self._kernels.work_items([tokens] * size, self._group)
-        shared = size // 2 if shares else 0  # each reads for two or more
-        width = own.shape[1]
-        taken = (shared + size) * width
-        numbers = torch.zeros(3 * size + taken + size * self._blocks, dtype=torch.int32, device=self._device)
+    def _capture(self, kind: _Kind, given: Tensor) -> tuple[Callable[[], object], Tensor]:
+        """Record a graph."""
+        size = kind.size
+        if self._given is None:
+            self._given = given.new_zeros((self.sizes[-1], *given.shape[1:]))
+        none = self._kernels.work_items([], self._group)
+        taken = sum(kind[2:]) * none.shape[1]
+        tables = min(size, self._sequences) * self._blocks
+        numbers = torch.zeros(3 * size + taken + tables, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1
         positions, slot_mapping, starts = numbers[: 3 * size].view(3, size).unbind()
-        items, tables = numbers[3 * size : 3 * size + taken].view(-1, width), numbers[3 * size + taken :]
+        items = numbers[3 * size : 3 * size + taken].view(-1, none.shape[1])
         layout = ops.PagedLayout(
-            [tokens] * size,  # the host sees the longest that may come
+            [kind.most] * kind.small + [self._tile + 1] * kind.large,  # the host sees the longest that may come
             np.full(size, self._longest - 1, np.int32),
             *(np.empty(0, np.int32),) * 3,
-            own,
-            shared_items=shared,
-            uploaded=ops.LayoutTensors(items, positions, slot_mapping, tables, starts),
+            none,
+            shared_items=kind.shared,
+            uploaded=ops.LayoutTensors(items, positions, slot_mapping, numbers[3 * size + taken :], starts),
         )
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        replay, out = capture(lambda: self._forward(given, layout), self._device, self._pool, self._stream)
-        bucket = self._buckets[size, tokens, shares] = _Bucket(size, shared, taken, given, numbers, replay, out)
-        return bucket
+
+        def run() -> Tensor:
+            out = self._forward(self._given[:size], layout)
+            if self._out is None:
+                self._out = out.new_empty((self.sizes[-1], *out.shape[1:]))
+            return self._out[:size].copy_(out)
+
+        replay, _ = capture(run, self._device, self._pool, self._stream)
+        self._graphs[kind] = replay, numbers
+        return replay, numbers

@@ -82,14 +82,10 @@ class ModelRunner:
         """
         self.copy_blocks(plan.block_copies)
         given = self._token_ids(plan.token_ids) if hidden is None else hidden
-        if self.graphs is not None and self.graphs.fits(plan.layout):
-            hidden = self.graphs.run(plan.layout, given)
-            if self.head is None:  # sent while the next step runs
-                hidden = hidden.clone()
-        else:
-            hidden = self._forward(given, plan.layout)
+        replayed = None if self.graphs is None else self.graphs.run(plan.layout, given)
+        hidden = self._forward(given, plan.layout) if replayed is None else replayed
         if self.head is None:
-            return hidden
+            return hidden if replayed is None else hidden.clone()  # sent while the next step runs
         output = sample(self.head, hidden, plan.sampling)
         self._last_token_ids = output.token_ids
         return output

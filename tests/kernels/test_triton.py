@@ -379,7 +379,7 @@ def test_an_engine_shares_reads_to_the_same_bits(checkpoint, settings, monkeypat
     check_against_trainer(model, requests, outputs)
     assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
     graphs = llm.engine.executor.workers[0].runner.graphs
-    assert settings.get("enforce_eager") or any(shares for *_, shares in graphs._buckets)
+    assert settings.get("enforce_eager") or any(kind.shared for kind in graphs._graphs)
 
 
 @pytest.mark.parametrize(("family", "adapted"), [("qwen3", ()), ("qwen2", ("q_proj", "gate_proj", "down_proj"))])
@@ -845,8 +845,29 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     stages = {"pipeline_parallel_size": 2, "backend": "inproc"} if family == "qwen3" else {}
     results, llm = run_schedule(path, dtype, rng, requests, [model], **stages)
     check_results([model], requests, results)
-    kinds = {tokens > 1 for _, tokens, _ in llm.engine.executor.workers[0].runner.graphs._buckets}
+    kinds = {kind.most > 1 for kind in llm.engine.executor.workers[0].runner.graphs._graphs}
     assert kinds == ({False} if shape else {False, True}), "decoding, and prompts too"
+
+
+def test_graphs_of_many_prompt_tokens_have_the_trainers_bits(checkpoint, monkeypatch):
+    """A prompt's step, with and without samples that decode beside it; more prompts than a graph has room for."""
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    model = exact_model(path)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True, max_num_batched_tokens=16)
+    requests = [([3 + i, *range(5, 16)], SamplingParams(n=2, max_tokens=6, seed=i, ignore_eos=True)) for i in range(2)]
+    ids = [llm.add_request(*requests[0])]
+    found = [llm.step() for _ in range(3)]
+    ids.append(llm.add_request(*requests[1]))
+    while llm.has_unfinished_requests():
+        found.append(llm.step())
+    done = {output.request_id: output for outputs in found for output in outputs}
+    check_against_trainer(model, requests, [done[i] for i in ids])
+    graphs = llm.engine.executor.workers[0].runner.graphs
+    rooms = {(kind.small > 0, kind.large > 0) for kind in graphs._graphs}
+    assert rooms == {(True, False), (False, True), (True, True)}
+    monkeypatch.setattr(cuda_graphs, "_LEAST_PROMPT", -8)
+    prompt = ops.packed_layout([12], graphs._group, torch.device("cpu"))
+    assert graphs.run(prompt, torch.zeros(12, dtype=torch.long)) is None
 
 
 @pytest.mark.slow
@@ -864,7 +885,7 @@ def test_no_draft_changes_a_bit_in_graphs(checkpoint, rows_cost_nothing):
     (found,) = llm.generate([[5, 7, 9]], params, use_tqdm=False)[0].completions
     assert (found.token_ids, found.logprobs) == (tokens, logprobs)
     assert llm.stats().accepted_tokens > 0
-    assert llm.engine.executor.workers[0].runner.graphs._buckets
+    assert llm.engine.executor.workers[0].runner.graphs._graphs
 
 
 @pytest.mark.slow
