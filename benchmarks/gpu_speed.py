@@ -199,7 +199,7 @@ def decode(device: torch.device, path, batches, contexts, copy_rate: float, kv_b
 def prefill(device: torch.device, path, tokens: tuple[int, ...], matrix_rate: float) -> list[dict[str, Any]]:
     """A step that computes a whole prompt, against the same by cuBLAS; its share of the measured matrix rate.
 
-    Up to 2,048 tokens are in graphs. Counted are products with weights (lm_head has one row) and attention's two
+    Up to 4,096 tokens are in graphs. Counted are products with weights (lm_head has one row) and attention's two
     products, half of them masked.
     """
     limits = (1, max(tokens), max(tokens)) if ops.backend(device).GRAPHS else None

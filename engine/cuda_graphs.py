@@ -1,9 +1,10 @@
-"""Steps of few tokens as CUDA graphs: a whole forward in one launch, over buffers that stay where they are."""
+"""Steps as CUDA graphs: a whole forward in one launch, over buffers that stay where they are."""
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,9 +17,12 @@ from ..kernels import ops
 
 logger = logging.getLogger(__name__)
 
-_BUCKETS = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512, *range(768, 2048, 256), *range(2048, 8193, 512)
+MOST_TOKENS = 4096  # of a graph: what more take, the GPU computes for longer than the host launches it
+_FEW = 1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), 384, 512
+_BUCKETS = *_FEW, *range(768, 2048, 256), *range(2048, MOST_TOKENS + 1, 512)
 _SMALL_TILES = 512  # tokens of a step of prompts whose attention is shared out to the tiles of decoding
 _LEAST_PROMPT = 32  # tokens of a larger step's prompts, on average, for which there is room
+_WORTH_IT = 3  # uses of a graph of many prompts' tokens: to record it takes two steps' time
 
 
 @contextmanager
@@ -61,11 +65,16 @@ class _Kind(NamedTuple):
     small: int
     large: int
 
+    @property
+    def rooms(self) -> tuple[int, int, int]:
+        """The numbers of items, in their order."""
+        return self.shared, self.small, self.large
+
 
 class StepGraphs:
-    """Runs steps of few tokens. Their number is rounded up to a bucket; the rows that are too many have no sequence,
-    write nothing and are read by nobody. Steps that decode alone have graphs of their own, so do those that read once
-    what sequences share. Others share prompts' tokens out to the same small tiles, unless they have many.
+    """Runs steps of up to MOST_TOKENS tokens, rounded up to a bucket. The rows that are too many have no sequence,
+    write nothing and are read by nobody. Steps that decode alone have graphs of their own, so do those that read
+    once what sequences share. Others share prompts' tokens out to the same small tiles, unless they have many.
 
     All have the same tensors for what they get and return, and each its own for numbers, int32: positions, slot mapping
     and block table starts of its tokens, then items, then block tables.
@@ -90,6 +99,7 @@ class StepGraphs:
         most = min(max_num_batched_tokens, _BUCKETS[-1])
         self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
         self._graphs: dict[_Kind, tuple[Callable[[], object], Tensor]] = {}
+        self._uses: Counter[_Kind] = Counter()
         self._pool = self._given = self._out = None  # type: Any
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -106,13 +116,20 @@ class StepGraphs:
             own = self._kernels.work_items(layout.lengths, self._group, self._tile)
             return _Kind(size, self._tile, 0, size, 0), [own[:0], own, own[:0]]
         small, large = np.split(own, [sum(length <= self._tile for length in layout.lengths)])
-        few, tiles = min(size, self._sequences), len(self._kernels.work_items([size], self._group))
-        room = few // 2 * (len(shared) > 0), few * (len(small) > 0), tiles + size // _LEAST_PROMPT
-        return (_Kind(size, self._tile, *room), [shared, small, large]) if len(large) <= room[2] else None
+        few = min(size, self._sequences)  # the fewer there is room for, the more their contexts are split
+        few = next((n for n in (0, 8, 32, 128) if len(small) <= n < few), few)
+        most = 1 if (small[:, 1] == 1).all() else self._tile
+        kind = _Kind(size, most, few // 2 * (len(shared) > 0), few, self._tiles(size))
+        return (kind, [shared, small, large]) if len(large) <= kind.large else None
+
+    def _tiles(self, size: int) -> int:
+        """Return how many tiles prompts of `size` tokens may fill."""
+        return len(self._kernels.work_items([size], self._group)) + size // _LEAST_PROMPT
 
     def clear(self) -> None:
         """Forget all graphs, and free their memory: KV blocks or weights move."""
         self._graphs.clear()
+        self._uses.clear()
         self._pool = self._given = self._out = None
 
     def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor | None:
@@ -121,12 +138,15 @@ class StepGraphs:
         if found is None:
             return None
         kind, items = found
+        self._uses[kind] += 1
+        if kind.large and self._uses[kind] < _WORTH_IT:
+            return None
         try:
             replay, numbers = self._graphs.get(kind) or self._capture(kind, given)
         except torch.OutOfMemoryError:
             logger.warning("no memory for a graph of %d tokens: such steps run without from now on", kind.size)
-            self.sizes = [s for s in self.sizes if s < kind.size]
-            self._pool = self._pool if self._graphs else None
+            self.sizes = [s for s in self.sizes if s < kind.size and (s <= _SMALL_TILES or not kind.large)]
+            self.clear()
             return None
         self._fill(kind, items, numbers, layout)
         self._given[: len(given)].copy_(given)
@@ -135,7 +155,7 @@ class StepGraphs:
 
     def _fill(self, kind: _Kind, items: list[np.ndarray], numbers: Tensor, layout: ops.PagedLayout) -> None:
         size, count, sequences, width = kind.size, len(layout.positions), len(layout.lengths), items[0].shape[1]
-        tables = 3 * size + sum(kind[2:]) * width
+        tables = 3 * size + sum(kind.rooms) * width
         host = np.zeros(tables + layout.block_tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
         columns[:2, :count] = layout.positions, layout.slot_mapping
@@ -143,19 +163,21 @@ class StepGraphs:
         columns[2, :sequences] = layout.block_table_starts
         rows = host[3 * size : tables].reshape(-1, width)  # those that are not filled have 0 tokens
         first = 0
-        for room, some in zip(kind[2:], items, strict=True):
+        for room, some in zip(kind.rooms, items, strict=True):
             rows[first : first + len(some)] = some
             first += room
         host[tables:] = layout.block_tables
         numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
     def _capture(self, kind: _Kind, given: Tensor) -> tuple[Callable[[], object], Tensor]:
-        """Record a graph."""
-        size = kind.size
+        """Record a graph. The largest comes first: others take their memory of it."""
+        size, largest = kind.size, self.sizes[-1]
+        if kind.large and size < largest and not any(each.large for each in self._graphs):
+            self._capture(_Kind(largest, 1, 0, 0, self._tiles(largest)), given)
         if self._given is None:
-            self._given = given.new_zeros((self.sizes[-1], *given.shape[1:]))
+            self._given = given.new_zeros((largest, *given.shape[1:]))
         none = self._kernels.work_items([], self._group)
-        taken = sum(kind[2:]) * none.shape[1]
+        taken = sum(kind.rooms) * none.shape[1]
         tables = min(size, self._sequences) * self._blocks
         numbers = torch.zeros(3 * size + taken + tables, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1
@@ -175,7 +197,7 @@ class StepGraphs:
         def run() -> Tensor:
             out = self._forward(self._given[:size], layout)
             if self._out is None:
-                self._out = out.new_empty((self.sizes[-1], *out.shape[1:]))
+                self._out = out.new_empty((largest, *out.shape[1:]))
             return self._out[:size].copy_(out)
 
         replay, _ = capture(run, self._device, self._pool, self._stream)

@@ -22,6 +22,7 @@ from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
 from ..model.routing import expert_sizes
 from ..model.stage import Layers, shift_layer, stage_model
 from .config import EngineConfig
+from .cuda_graphs import MOST_TOKENS
 from .model_runner import ModelRunner
 from .planner import Plan
 from .sampler import SamplerOutput
@@ -110,6 +111,10 @@ class Worker:
         blocks_per_sequence = -(-max_model_len(self.path, self.config) // ops.backend(self.model.device).BLOCK)
         return min(fits, blocks_per_sequence * self.config.max_num_seqs)  # more are of no use
 
+    @property
+    def _records(self) -> bool:
+        return ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
+
     def _kv_memory(self) -> int:
         """The bytes for KV. On a GPU, its share less what is taken and what a step needs; else a quarter of what is
         free.
@@ -117,15 +122,17 @@ class Worker:
         device = self.model.device
         if device.type != "cuda":
             return psutil.virtual_memory().available // 4
-        step = ModelRunner.peak_bytes(self.model, self.config.max_num_batched_tokens)
+        tokens = self.config.max_num_batched_tokens
+        step = ModelRunner.peak_bytes(self.model, tokens)
+        if self._records:  # graphs keep what theirs takes
+            step += ModelRunner.peak_bytes(self.model, min(tokens, MOST_TOKENS))
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self.config.gpu_memory_utilization) * total - step)
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Take the KV memory and pack the weights."""
-        graphs = ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len(self.path, self.config)
-        self.runner = ModelRunner(self.model, num_blocks, limits if graphs else None)
+        self.runner = ModelRunner(self.model, num_blocks, limits if self._records else None)
         if self.config.kv_cache_memory_bytes is not None and self.model.device.type == "cpu":
             for cache in chain.from_iterable(self.runner.kv_caches):
                 cache.fill_(0)  # on all cores; what isn't there shows here, not in the middle of a rollout

@@ -39,7 +39,7 @@ def _place_heads(
 ):  # fmt: skip
     """Norm and turn some heads of one token, queries first; keys go to their slot with their values.
 
-    A warp has a head: its sum of squares is the one that a norm's own launch adds up. The pairs that are turned are
+    A warp has heads of its own: a sum of squares is the one that a norm's launch adds up. The pairs that are turned are
     half a head apart.
     """
     await_inputs()

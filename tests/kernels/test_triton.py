@@ -371,15 +371,26 @@ def test_an_engine_shares_reads_to_the_same_bits(checkpoint, settings, monkeypat
     monkeypatch.setattr(work, "share_reads", lambda items, *a: (planned.append(share(items, *a)), planned[-1])[1])
     path = checkpoint("mistral", vocab_size=257, num_hidden_layers=1)
     model, prompt = exact_model(path), [(7 * i) % 257 for i in range(70)]
-    requests = [(prompt, SamplingParams(n=n, max_tokens=3, seed=n, ignore_eos=True)) for n in (3, 2)]
+    requests = [(prompt, SamplingParams(n=n, max_tokens=5, seed=n, ignore_eos=True)) for n in (3, 2)]
     settings = {"kv_cache_memory_bytes": tight_pool(model, requests, settings.get("blocks", 20)), **settings}
     settings.pop("blocks", None)
     llm = LLM(path, dtype="float32", skip_tokenizer_init=True, **settings)
-    outputs = llm.generate([p for p, _ in requests], [params for _, params in requests], use_tqdm=False)
-    check_against_trainer(model, requests, outputs)
+    done = serve_in_turn(llm, [*requests, ([*range(10)], SamplingParams(max_tokens=2, ignore_eos=True))], [0, 0, 3])
+    check_against_trainer(model, requests, done[:2])
     assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
-    graphs = llm.engine.executor.workers[0].runner.graphs
-    assert settings.get("enforce_eager") or any(kind.shared for kind in graphs._graphs)
+    if not settings.get("enforce_eager"):
+        graphs = llm.engine.executor.workers[0].runner.graphs._graphs
+        assert {kind.large > 0 for kind in graphs if kind.shared} == {False, True}, "decoding alone, and with a prompt"
+
+
+def serve_in_turn(llm: LLM, requests: list, steps: list[int]) -> list:
+    """Return the outputs of requests that come before the step of that number."""
+    ids, done = [], {}
+    for number in itertools.count():
+        ids += [llm.add_request(*request) for request, step in zip(requests, steps, strict=True) if step == number]
+        done |= {output.request_id: output for output in llm.step()}
+        if len(ids) == len(requests) and not llm.has_unfinished_requests():
+            return [done[i] for i in ids]
 
 
 @pytest.mark.parametrize(("family", "adapted"), [("qwen3", ()), ("qwen2", ("q_proj", "gate_proj", "down_proj"))])
@@ -855,19 +866,13 @@ def test_graphs_of_many_prompt_tokens_have_the_trainers_bits(checkpoint, monkeyp
     model = exact_model(path)
     llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True, max_num_batched_tokens=16)
     requests = [([3 + i, *range(5, 16)], SamplingParams(n=2, max_tokens=6, seed=i, ignore_eos=True)) for i in range(2)]
-    ids = [llm.add_request(*requests[0])]
-    found = [llm.step() for _ in range(3)]
-    ids.append(llm.add_request(*requests[1]))
-    while llm.has_unfinished_requests():
-        found.append(llm.step())
-    done = {output.request_id: output for outputs in found for output in outputs}
-    check_against_trainer(model, requests, [done[i] for i in ids])
+    check_against_trainer(model, requests, serve_in_turn(llm, requests, [0, 3]))
     graphs = llm.engine.executor.workers[0].runner.graphs
     rooms = {(kind.small > 0, kind.large > 0) for kind in graphs._graphs}
     assert rooms == {(True, False), (False, True), (True, True)}
     monkeypatch.setattr(cuda_graphs, "_LEAST_PROMPT", -8)
     prompt = ops.packed_layout([12], graphs._group, torch.device("cpu"))
-    assert graphs.run(prompt, torch.zeros(12, dtype=torch.long)) is None
+    assert graphs.run(prompt, torch.zeros(12, dtype=torch.long)) is None, "more tiles than there is room for"
 
 
 @pytest.mark.slow
@@ -909,6 +914,18 @@ def test_steps_whose_graph_finds_no_memory_run_without(checkpoint, monkeypatch):
     found = llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)
     assert [o.completions[0].logprobs for o in found] == [o.completions[0].logprobs for o in expected]
     assert calls[:2] == ["made", "failed"] and "made" in calls[2:], "smaller ones are still made"
+
+
+def test_large_graphs_are_recorded_when_they_pay_and_the_largest_first(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_WORTH_IT", 3)
+    monkeypatch.setattr(cuda_graphs, "_BUCKETS", (8, 12, 16))
+    graphs = cuda_graphs.StepGraphs(lambda given, layout: given[:, None] + 0.5, torch.device("cpu"), 2, 4, 64, 100)
+    layout, given = ops.packed_layout([10], 2, torch.device("cpu")), torch.arange(10)
+    assert [graphs.run(layout, given) is None for _ in range(3)] == [True, True, False]
+    assert [kind.size for kind in graphs._graphs] == [16, 12]
+    assert torch.equal(graphs.run(layout, given + 7), (given + 7)[:, None] + 0.5)
+    graphs.clear()
+    assert graphs.run(layout, given) is None
 
 
 def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch):
