@@ -30,7 +30,7 @@ from samebits.kernels.triton.schedules import Tile, add_table, linear_tile
 from gpu_bits import QWEN3, shapes, wide_exponents
 
 ROWS = {  # the bound of a bucket, and the rows at which it is tuned; those that matter most come first
-    torch.bfloat16: {16: 8, 1 << 40: 2048, 64: 64, 256: 256, 32: 32, 128: 128, 512: 512},
+    torch.bfloat16: {16: 8, 1 << 40: 2048, 64: 64, 256: 256, 1024: 1024, 32: 32, 128: 128, 512: 512},
     torch.float32: {16: 8, 1 << 40: 1024, 64: 64, 256: 256},
 }
 WIDTHS = 2048, 4096, 8192, 1 << 40  # bounds of the output features
