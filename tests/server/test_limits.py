@@ -492,7 +492,7 @@ def test_a_text_that_takes_long_holds_nobody_up_and_what_nobody_waits_for_is_dro
         reply = httpx.post(server.url + route, json=ENCODED[route]("quick"), timeout=10)
         assert reply.status_code == 200, reply.text
         busy = [raw_post(server, "/tokenize", {"prompt": f"slow {i}"}) for i in range(tokenization.WORKERS - 1)]
-        wait_for(lambda: len(tokenizer.texts) == 2 + len(busy))
+        wait_for(lambda: sum(call.running() for call in queued) == tokenization.WORKERS)
         count = len(queued)
         left = raw_post(server, route, ENCODED[route]("nobody waits"))
         wait_for(lambda: len(queued) > count)
