@@ -25,6 +25,7 @@ import trl
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from trl.trainer import utils
 
 from ..engine import LLM, Engine, SamplingParams
 from ..model.adapter import is_adapted, load_adapter_config
@@ -36,9 +37,8 @@ from .client import Client
 from .remote_engine import RemoteEngine
 
 OLDEST, TESTED = "1.15.0", "1.16.0"
-if Version(trl.__version__) < Version(OLDEST):
-    raise ImportError(f"samebits.integrations.trl needs trl>={OLDEST}; this is {trl.__version__}")
-from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402 - older versions have none
+if Version(trl.__version__) < Version(OLDEST) or not hasattr(utils, "FusedCausalLMOutput"):
+    raise ImportError(f"samebits.integrations.trl needs trl>={OLDEST}, as {TESTED} is; this is {trl.__version__}")
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
     exact_head(model)
     plain = model.forward
 
-    def score(input_ids, labels, attention_mask=None, output_router_logits=False, **kwargs) -> FusedCausalLMOutput:
+    def score(input_ids, labels, attention_mask=None, output_router_logits=False, **kwargs) -> Any:
         if more := [name for name, value in kwargs.items() if value is not None]:
             raise NotImplementedError(f"an exact model takes text alone, without {', '.join(more)}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -280,9 +280,9 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
             return_router_loss=output_router_logits, forward=plain,
         )  # fmt: skip
         logprobs = logprobs.masked_fill(logprobs == -torch.inf, OUTSIDE) * scored
-        aux_loss = next(iter(router_loss), None)
+        given = {"log_probs": logprobs[:, 1:], "entropy": (entropy * scored)[:, 1:]}
         # TRL's own output type: DistributedDataParallel looks for tensors in it.
-        return FusedCausalLMOutput(log_probs=logprobs[:, 1:], entropy=(entropy * scored)[:, 1:], aux_loss=aux_loss)
+        return utils.FusedCausalLMOutput(**given, aux_loss=next(iter(router_loss), None))
 
     @functools.wraps(plain)
     def forward(*args, fused_lm_head: bool = False, **kwargs):

@@ -410,6 +410,10 @@ def test_a_version_of_trl_without_the_hooks_is_named(path, tmp_path, monkeypatch
         patched.setattr(trl, "__version__", "1.14.2")
         with pytest.raises(ImportError, match=r"trl>=1\.15.*1\.14\.2"):
             importlib.reload(ours)
+    with monkeypatch.context() as patched:
+        patched.delattr(trl.trainer.utils, "FusedCausalLMOutput")
+        with pytest.raises(ImportError, match=r"trl>=1\.15.*this is 1\."):
+            importlib.reload(ours)
     monkeypatch.delattr(grpo_trainer, "add_fused_lm_head")
     with pytest.raises(ImportError, match=r"add_fused_lm_head.*TRL 1\.15"):
         trl_run.make("grpo", path, tmp_path)
