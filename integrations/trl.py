@@ -336,8 +336,7 @@ class ExactGeneration:
         if failed := [s for s in samples if s.finish_reason not in ("stop", "length")]:
             raise RuntimeError(f"{len(failed)} rollouts failed: {failed[0].finish_reason}, {failed[0].stop_reason}")
         self.logprobs = [s.logprobs for s in samples]
-        logprobs = [[[value] for value in s.logprobs] for s in samples]
-        return prompts, [s.token_ids for s in samples], logprobs, None
+        return prompts, [s.token_ids for s in samples], [[[value] for value in s.logprobs] for s in samples], None
 
 
 class WeightTransfer:

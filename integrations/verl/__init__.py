@@ -29,8 +29,11 @@ def register() -> None:
     try:
         from . import platform  # noqa: F401, I001 - first: the others ask verl for it
 
-        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-        from verl.workers.rollout.replica import RolloutReplicaRegistry
+        # All that the rollouts' side takes of verl: what is missing is named now, with verl's version.
+        from verl.utils.fs import copy_to_local  # noqa: F401
+        from verl.utils.py_functional import convert_to_regular_types  # noqa: F401
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout  # noqa: F401
+        from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput  # noqa: F401
 
         RolloutReplicaRegistry.register(NAME, lambda: import_module(".rollout", __name__).Replica)
         _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.rollout.ServerAdapter"

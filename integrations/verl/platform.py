@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from verl.plugin.platform.platform_cuda import PlatformCUDA
-from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.plugin.platform.platform_manager import PlatformRegistry, get_platform  # noqa: F401 - as rollout.py does
 from verl.utils import distributed
 
 ANSWERS = {  # to what verl asks of every torch.<device> and torch.cpu doesn't know

@@ -17,7 +17,6 @@ import torch
 from peft import LoraConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
-from verl.plugin.platform import get_platform
 from verl.utils.fs import copy_to_local
 from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.rollout.base import BaseRollout
@@ -29,6 +28,7 @@ from ...engine.weights.spec import TensorSpec, from_bytes, gathering, packed
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
 from . import limits
+from .platform import get_platform
 
 logger = logging.getLogger(__name__)
 PREFIX = f"{limits.NAME}_rollout_"  # of the names of all replicas' actors
@@ -136,8 +136,7 @@ class Server:
         if not context.was_current_actor_reconstructed:
             return
         own = context.get_actor_name()
-        actors = sorted(ray.util.list_named_actors())
-        for name in [actor for actor in actors if actor.startswith(PREFIX) and actor != own]:
+        for name in sorted(each for each in ray.util.list_named_actors() if each.startswith(PREFIX) and each != own):
             try:
                 steps, data, specs = await ray.get_actor(name).weights.remote()
             except (ray.exceptions.RayError, ValueError) as error:

@@ -63,13 +63,14 @@ def test_an_installed_samebits_is_a_plug_in_of_verls():
     assert entries["verl.plugins"] == plugin.__name__
 
 
-def test_a_verl_without_a_hook_is_told_by_its_version(monkeypatch):
-    import verl.workers.rollout.base as base
+LATER = ("workers.rollout.replica", "TokenOutput"), ("utils.fs", "copy_to_local")
 
-    monkeypatch.delattr(base, "_ROLLOUT_REGISTRY")
-    with pytest.raises(
-        ImportError, match=r"this verl is 0\.9\.\S+, .* needs verl>=0\.9\.1,<0\.10: .*_ROLLOUT_REGISTRY"
-    ):
+
+@pytest.mark.parametrize(("module", "name"), [("workers.rollout.base", "_ROLLOUT_REGISTRY"), *LATER])
+def test_a_verl_without_a_hook_is_told_by_its_version(monkeypatch, module, name):
+    """Of those that are only called later, too."""
+    monkeypatch.delattr(importlib.import_module(f"verl.{module}"), name)
+    with pytest.raises(ImportError, match=rf"this verl is 0\.9\.\S+, .* needs verl>=0\.9\.1,<0\.10: .*{name}"):
         plugin.register()
 
 
