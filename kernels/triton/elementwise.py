@@ -62,13 +62,8 @@ def several_rows(width: int) -> dict[str, int]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight * (x * rstd) in x's dtype, and rstd = 1 / sqrt(mean(x^2) + eps) fp32 [rows]; x [rows, width]."""
     x = aligned(x)
-    rows, width = x.shape
-    out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    weight = aligned(weight.detach())
-    shape = several_rows(width)
-    grid = (triton.cdiv(rows, shape["ROWS"]),)
-    launch(_rms_norm, grid, x, x, weight, out, out, rstd, rows, width, eps, ADD=False, **shape)
-    return out, rstd
+    out = torch.empty_like(x)
+    return out, _normed(x, x, weight, out, out, eps, add=False)
 
 
 def add_rms_norm(
@@ -76,13 +71,23 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + update and its `rms_norm`, [rows, width] in x's dtype, in one launch: the same bits as in two."""
     x, update = aligned(x), aligned(update)
-    rows, width = x.shape
-    total, out, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    weight = aligned(weight.detach())
-    shape = several_rows(width)
-    grid = (triton.cdiv(rows, shape["ROWS"]),)
-    launch(_rms_norm, grid, x, update, weight, total, out, rstd, rows, width, eps, ADD=True, **shape)
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _normed(x, update, weight, total, out, eps, add=True)
     return total, out
+
+
+def _normed(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
+    add: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Write the norm of x, or of the total of x and update, to `out`; return rstd fp32 [rows]."""
+    rows, width = x.shape
+    rstd, shape = x.new_empty(rows, dtype=torch.float32), several_rows(width)
+    launch(
+        _rms_norm, (triton.cdiv(rows, shape["ROWS"]),),
+        x, update, aligned(weight.detach()), total, out, rstd, rows, width, eps, ADD=add, **shape,
+    )  # fmt: skip
+    return rstd
 
 
 @triton.jit(do_not_specialize=["rows"])
