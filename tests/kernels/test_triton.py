@@ -375,8 +375,8 @@ def test_an_engine_shares_reads_to_the_same_bits(checkpoint, settings, monkeypat
     settings = {"kv_cache_memory_bytes": tight_pool(model, requests, settings.get("blocks", 20)), **settings}
     settings.pop("blocks", None)
     llm = LLM(path, dtype="float32", skip_tokenizer_init=True, **settings)
-    done = serve_in_turn(llm, [*requests, ([*range(10)], SamplingParams(max_tokens=2, ignore_eos=True))], [0, 0, 3])
-    check_against_trainer(model, requests, done[:2])
+    requests.append(([*range(10)], SamplingParams(max_tokens=2, ignore_eos=True)))
+    check_against_trainer(model, requests, serve_in_turn(llm, requests, [0, 0, 3]))
     assert any((items[:, 3] < 0).any() for items in planned), "nothing was shared"
     if not settings.get("enforce_eager"):
         graphs = llm.engine.executor.workers[0].runner.graphs._graphs
@@ -870,9 +870,24 @@ def test_graphs_of_many_prompt_tokens_have_the_trainers_bits(checkpoint, monkeyp
     graphs = llm.engine.executor.workers[0].runner.graphs
     rooms = {(kind.small > 0, kind.large > 0) for kind in graphs._graphs}
     assert rooms == {(True, False), (False, True), (True, True)}
-    monkeypatch.setattr(cuda_graphs, "_LEAST_PROMPT", -8)
+    monkeypatch.setattr(graphs, "_tiles", lambda size: 0)
     prompt = ops.packed_layout([12], graphs._group, torch.device("cpu"))
     assert graphs.run(prompt, torch.zeros(12, dtype=torch.long)) is None, "more tiles than there is room for"
+
+
+def test_negative_control_a_graph_without_a_prompts_tile_is_noticed(checkpoint, monkeypatch):
+    path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
+    model = exact_model(path)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**22, skip_tokenizer_init=True, max_num_batched_tokens=16)
+    fill = cuda_graphs.StepGraphs._fill
+
+    def without_large(self, kind, items, *more):
+        fill(self, kind, [*items[:2], items[2][:0]], *more)
+
+    monkeypatch.setattr(cuda_graphs.StepGraphs, "_fill", without_large)
+    requests = [([*range(5, 17)], SamplingParams(max_tokens=3, ignore_eos=True))]
+    with pytest.raises(AssertionError):
+        check_against_trainer(model, requests, serve_in_turn(llm, requests, [0]))
 
 
 @pytest.mark.slow
