@@ -145,7 +145,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 raise UnsupportedModelError(
                     f"module {name!r} is PEFT's {type(module).__name__}; supported: lora.Linear"
                 )
-            yield name.removeprefix(PREFIX), module
+            # torch's activation checkpointing puts itself between
+            yield name.removeprefix(PREFIX).replace("_checkpoint_wrapped_module.", ""), module
 
 
 def _active(model: nn.Module) -> Iterator[tuple[str, Any, str]]:

@@ -5,7 +5,9 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from samebits.model.adapter import adapter_state
 from samebits.model.exact import UnsupportedModelError, contract_of
@@ -80,6 +82,18 @@ def test_gradients_reach_the_adapter_alone_and_survive_checkpointing(checkpoint)
         assert found.keys() == {name for name, _ in model.named_parameters() if ".lora_" in name}
         grads.append(found.values())
     assert equal(*grads)
+
+
+def test_torchs_activation_checkpointing_changes_no_name_and_no_bit(checkpoint, tmp_path):
+    """accelerate's `fsdp_activation_checkpointing` puts modules between the model and its layers."""
+    plain, wrapped = adapted_model(checkpoint("qwen2")), adapted_model(checkpoint("qwen2"))
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: type(module) is Qwen2DecoderLayer)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_modules())
+    assert equal(scores(wrapped), scores(plain))
+    assert contract_of(wrapped) == contract_of(plain)
+    save_weights(wrapped, tmp_path)
+    stored, state = load_file(tmp_path / "adapter_model.safetensors"), adapter_state(plain)
+    assert stored.keys() == state.keys() and equal(stored.values(), [state[name] for name in stored])
 
 
 def in_fp64(path, model, config):
