@@ -36,10 +36,11 @@ class EngineConfig:
     """Most tokens that a step may compute, the chunk size. Unset, 2048, on a GPU 8192, which smaller steps don't fill;
     in a pipeline, whose later stages wait for the first chunk, 256."""
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV pool in each stage and replica, taken at start. Unset, a quarter of the free memory, divided among
-    the workers of a machine, or less if less can be used; on a CPU, as it fills."""
+    """Size of the KV pool in each stage and replica, taken at start. Unset, what `gpu_memory_utilization` leaves, on a
+    CPU a quarter of the free memory, as it fills; divided among the workers of a machine, or less if less is of use."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that weights, KV and a step may take together."""
+    """Share of a GPU's memory that weights, KV and a step may take together; KV and a step take at most that share of
+    what others leave free."""
     enforce_eager: bool = False
     """Use no CUDA graphs."""
     async_scheduling: bool | None = None

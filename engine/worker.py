@@ -107,7 +107,7 @@ class Worker:
             return self.config.kv_cache_memory_bytes // block_bytes
         fits = self._kv_memory() // self.sharers // block_bytes
         if fits < 1:
-            raise MemoryError(f"no memory for a single KV block of {block_bytes} bytes")
+            raise MemoryError(f"no memory for a KV block of {block_bytes} bytes; on a GPU raise gpu_memory_utilization")
         blocks_per_sequence = -(-max_model_len(self.path, self.config) // ops.backend(self.model.device).BLOCK)
         return min(fits, blocks_per_sequence * self.config.max_num_seqs)  # more are of no use
 
@@ -116,8 +116,8 @@ class Worker:
         return ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
 
     def _kv_memory(self) -> int:
-        """The bytes for KV. On a GPU, its share less what is taken and what a step needs; else a quarter of what is
-        free.
+        """The bytes for KV. On a GPU its share less the weights, or that share of what is free if others hold much, and
+        less what a step needs; else a quarter of what is free.
         """
         device = self.model.device
         if device.type != "cuda":
@@ -127,7 +127,8 @@ class Worker:
         if self._records:  # graphs keep what theirs takes
             step += ModelRunner.peak_bytes(self.model, min(tokens, MOST_TOKENS))
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - self.config.gpu_memory_utilization) * total - step)
+        share = self.config.gpu_memory_utilization
+        return int(min(share * total - self.weight_bytes, share * free) - step)
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Take the KV memory and pack the weights."""

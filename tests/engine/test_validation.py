@@ -1,11 +1,15 @@
 """Bad input gets an error that says what to do."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samebits import LLM, SamplingParams
+from samebits.engine import EngineConfig
+from samebits.engine.model_runner import ModelRunner
+from samebits.engine.worker import Worker
 
 from helpers.engines import (
     PROMPT,
@@ -172,3 +176,27 @@ BAD_SETTINGS = [
 def test_a_bad_engine_setting_is_refused_by_name(checkpoint, setting, error, message):
     with pytest.raises(error, match=message):
         LLM(checkpoint("llama"), **setting)
+
+
+@pytest.mark.parametrize(
+    ("share", "held", "sharers", "expected"),
+    [
+        (0.9, 0, 1, 90 - 10 - 5),  # weights and a step
+        (0.5, 0, 1, 50 - 10 - 5),
+        (0.5, 30, 1, 30 - 5),  # half of the 60 that a trainer beside it leaves free
+        (0.9, 10, 2, (72 - 5) // 2),  # a GPU for two workers
+    ],
+)
+def test_a_gpus_memory_is_shared_out_as_set(monkeypatch, share, held, sharers, expected):
+    """A GPU of 100 bytes, for a model of 10."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (90 - held, 100))
+    monkeypatch.setattr(ModelRunner, "peak_bytes", lambda *_: 5)
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(device="cuda", gpu_memory_utilization=share, enforce_eager=True)
+    worker.model = SimpleNamespace(device=torch.device("cuda"))
+    worker.path, worker.weight_bytes, worker.sharers = None, 10, sharers
+    monkeypatch.setattr("samebits.engine.worker.max_model_len", lambda *_: 2**20)
+    assert worker._max_blocks(1) == expected
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
+    with pytest.raises(MemoryError, match="raise gpu_memory_utilization"):
+        worker._max_blocks(1)
