@@ -37,7 +37,7 @@ MODEL: Limits = {  # actor_rollout_ref.model
     "other kernels have other bits": {"use_liger": [False], "use_fused_kernels": [False], "tiled_mlp.enabled": [False]},
     ADAPTERS: {"lora.rank": [0, None], "lora.merge": [False, None], "target_parameters": [None]},
     NO_MTP: {"mtp.enable": [False]},
-    "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED]},
+    "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED], "hf_config_path": [None]},
 }
 ENGINE: Limits = {  # actor_rollout_ref.{actor,ref}.fsdp_config
     "FSDP2 alone wraps an exact model; set actor.strategy=fsdp2 and ref.strategy=fsdp2": {"strategy": ["fsdp2"]},
@@ -57,7 +57,7 @@ def check(config: Mapping[str, Any], limits: Limits, section: str) -> None:
         for setting, allowed in settings.items():
             *sections, name = setting.split(".")
             value = reduce(lambda part, each: part.get(each) or {}, sections, config).get(name, allowed[0])
-            if value not in allowed:
+            if value not in allowed and (name, value) != ("hf_config_path", config.get("path")):  # verl sets it so
                 problems.append(f"  {section}.{setting}={value!r}: must be {allowed[0]!r}; {why}")
     if problems:
         raise ValueError("samebits can't keep rollout and trainer equal under these settings:\n" + "\n".join(problems))

@@ -223,6 +223,11 @@ class Server:
         """Take requests again after `abort_all_requests`."""
         self.open.set()
 
+    async def start_profile(self, **_: Any) -> None:
+        """Do nothing: what verl profiles here is the trainer."""
+
+    stop_profile = start_profile
+
     # --- memory -----------------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:

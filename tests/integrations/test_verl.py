@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import time
 import types
 import warnings
@@ -110,6 +111,18 @@ def test_a_setting_that_breaks_the_promise_is_refused_by_name(table, setting, us
     bad = not usual if isinstance(usual, bool) else "other"
     with pytest.raises(ValueError, match=rf"section\.{setting}={bad!r}: must be {usual!r}; \w+"):
         limits.check(nested(setting, bad), table, "section")
+
+
+def test_the_configuration_that_verl_reads_must_be_the_models_own(model_path, tmp_path):
+    """verl names it itself where nobody has."""
+    own = HFModelConfig(path=str(model_path), load_tokenizer=False)
+    assert own.hf_config_path == own.path
+    limits.check(own, limits.MODEL, "model")
+    other = shutil.copytree(model_path, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"model\.hf_config_path='.*other'"):
+        limits.check(
+            HFModelConfig(str(model_path), hf_config_path=str(other), load_tokenizer=False), limits.MODEL, "model"
+        )
 
 
 def test_verls_defaults_need_no_more_than_documented():
@@ -605,7 +618,8 @@ def test_a_correction_weighs_all_by_one_rejects_nothing_and_changes_no_bit(folde
 @pytest.mark.slow
 def test_bypass_mode_changes_no_bit(folder, uncorrected):
     """verl then logs neither the differences nor the entropy."""
-    steps = train(folder, "bypass", **{f"{CORRECTION}.bypass_mode": True})
+    profiled = {"global_profiler.steps": "[2]"}  # which changes no bit, either
+    steps = train(folder, "bypass", **{f"{CORRECTION}.bypass_mode": True}, **profiled)
     assert not any(step.keys() & verl_runs.EXACT.keys() for step in steps)
     logged = [*(name for name in CURVES if name != "actor/entropy"), "actor/compared_tokens"]
     assert curves(steps, logged) == curves(uncorrected, logged)
