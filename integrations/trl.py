@@ -42,7 +42,7 @@ if Version(trl.__version__) < Version(OLDEST) or not hasattr(utils, "FusedCausal
 
 logger = logging.getLogger(__name__)
 
-Source = dict | LLM | Engine | str  # of rollouts
+Source = dict | LLM | Engine | str | None  # of rollouts
 HOOKS = ("create_model_from_path", "add_fused_lm_head", "VLLMGeneration")  # names in the module of a trainer of TRL
 OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
 REFUSED = {  # options that must keep their defaults, and what to do
@@ -56,10 +56,9 @@ REFUSED = {  # options that must keep their defaults, and what to do
     "deepspeed": "shard with FSDP2",
     "parallelism_config": "each rank runs whole sequences through whole layers; shard with FSDP2",
     "repetition_penalty": "the engine has no penalties",
-    "vllm_enable_sleep_mode": "call trainer.vllm_generation.engine.sleep() where memory is short",
+    "trust_remote_code": "models are those of transformers' own code; leave it out",
+    "vllm_enable_sleep_mode": "the engine stays awake: give vllm_gpu_memory_utilization what fits beside the trainer",
     "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
-    "vllm_max_model_length": "give engine={'max_model_len': n}",
-    "vllm_gpu_memory_utilization": "give engine={'kv_cache_memory_bytes': n}",
     "vllm_server_timeout": "start the server first: nothing waits for it",
     "vllm_model_impl": "models are those of samebits.trainer.exact_model",
 }
@@ -71,9 +70,10 @@ class ExactTrainer:
     """Put before an online trainer of TRL, `class MyTrainer(ExactTrainer, GRPOTrainer)`: its rollouts become exact.
 
     engine: keywords for `samebits.LLM`; or an `LLM`, an `Engine` or the URL of a `samebits serve` on the model's
-    checkpoint. By default an `LLM` of the model's dtype and device. check: compare each rollout with the trainer's
-    log-probs, as bits, before the optimizer moves; a difference is a NumericsError, on every rank. All else is TRL's,
-    `peft_config` too: an adapter is exact as it is, and the engine gets the adapter alone.
+    checkpoint. By default an `LLM` of the model's dtype and device, and of TRL's vllm_gpu_memory_utilization and
+    vllm_max_model_length. check: compare each rollout with the trainer's log-probs, as bits, before the optimizer
+    moves; a difference is a NumericsError, on every rank. All else is TRL's, `peft_config` too: an adapter is exact as
+    it is, and the engine gets the adapter alone.
     Raises ImportError for a trainer of TRL without the hooks, ValueError or UnsupportedModelError for what would break
     the promise, NumericsError where engine and model differ.
     """
@@ -82,7 +82,7 @@ class ExactTrainer:
     vllm_generation: ExactGeneration
 
     def __init__(
-        self, model, reward_funcs=None, args=None, *others, engine: Source | None = None, check: bool = True, **kwargs
+        self, model, reward_funcs=None, args=None, train_dataset=None, *, engine: Source = None, check=True, **kwargs
     ):
         if args is None:
             raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
@@ -91,11 +91,13 @@ class ExactTrainer:
         if engine is None and args.use_vllm and args.vllm_mode == "server":
             engine = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         own = copy.copy(args)
-        own.use_vllm = True
-        own.vllm_mode = "colocate"  # TRL then asks for rollouts and nothing else
+        vars(own).update(use_vllm=True, vllm_mode="colocate")  # TRL then asks for rollouts and nothing else
         self.check = check
-        with patch.multiple(module, **_exact_parts(self, own, engine or {})):
-            super().__init__(model, reward_funcs, own, *others, **kwargs)  # type: ignore[call-arg]
+        if isinstance(engine := engine or {}, dict):
+            engine = {"max_model_len": args.vllm_max_model_length} | engine
+            engine = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} | engine
+        with patch.multiple(module, **_exact_parts(self, own, engine)):
+            super().__init__(model, reward_funcs, own, train_dataset, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
         self.vllm_generation.first_row = self.accelerator.process_index * len(inputs)
@@ -177,11 +179,9 @@ def _refuse(config: Any, model: Any, given: dict, check: bool) -> None:
     params = _sampling_params(config)
     if params.min_tokens and (given.get("tools") or given.get("environment_factory")):
         raise ValueError("generation_kwargs min_tokens counts each turn's tokens anew; leave it out with tools")
-    if (peft_config := given.get("peft_config")) is not None:
-        load_adapter_config(peft_config)
     if not config.beta or not (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
         return
-    if peft_config is not None or (isinstance(model, nn.Module) and is_adapted(model)):
+    if given.get("peft_config") is not None or (isinstance(model, nn.Module) and is_adapted(model)):
         raise ValueError("leave out top_p, top_k and min_p, or beta: an adapter has no reference model of its own")
     if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations):
         why = "after another one a token may be outside the filter, and its KL infinite"
@@ -228,10 +228,8 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
     Raises NumericsError for an engine of other numerics, ValueError for settings of accelerate that change bits.
     """
     path, dtype = model.config._name_or_path, model.dtype
-    if accelerator.state.dynamo_plugin.backend.value != "NO":
-        raise ValueError("dynamo_backend: torch.compile rewrites what stands between exact ops; set it to no")
-    if accelerator.mixed_precision == "fp8":
-        raise ValueError("mixed_precision=fp8 has no exact products; use bf16 or no")
+    if accelerator.state.dynamo_plugin.backend.value != "NO" or accelerator.mixed_precision == "fp8":
+        raise ValueError("neither torch.compile (dynamo_backend) nor mixed_precision=fp8 is exact; leave them out")
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     if (sharded and not accelerator.is_fsdp2) or getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError("FSDP1, DeepSpeed, Megatron-LM and parallelism_config are not exact; use DDP, or FSDP2 alone")

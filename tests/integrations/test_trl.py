@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("trl")
 
 import trl
+from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
@@ -338,7 +339,8 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size.*pipeline_parallel_size"),
-        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode.*vllm_gpu_memory_utilization"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"vllm_server_timeout": 9.0}, "vllm_server_timeout.*start the server first"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction.*check=False"),
         ({"model_init_kwargs": {"use_kernels": True}}, r"model_init_kwargs \['use_kernels'\]"),
@@ -357,6 +359,23 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
 def test_what_would_break_the_promise_is_refused_by_name(path, tmp_path, options, message):
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         trl_run.make("grpo", path, tmp_path, **options)
+
+
+def test_trls_settings_of_its_engine_are_ours_unless_the_engine_has_its_own(path, tmp_path):
+    settings = {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": 64}
+    config = trl_run.make("grpo", path, tmp_path, **settings).vllm_generation.engine.config
+    assert (config.gpu_memory_utilization, config.max_model_len) == (0.4, 64)
+    engine = trl_run.ENGINE | {"gpu_memory_utilization": 0.5, "max_model_len": 48}
+    config = trl_run.make("grpo", path, tmp_path, engine=engine, **settings).vllm_generation.engine.config
+    assert (config.gpu_memory_utilization, config.max_model_len) == (0.5, 48)
+
+
+def test_nothing_is_passed_by_position_beyond_the_dataset(path, tmp_path):
+    kind, config = trl_run.configure("grpo", tmp_path)
+    data = Dataset.from_dict({"prompt": trl_run.PROMPTS})
+    assert kind(str(path), trl_run.sevens, config, data, engine=trl_run.ENGINE).train_dataset is data
+    with pytest.raises(TypeError, match="positional"):
+        kind(str(path), trl_run.sevens, config, data, data, engine=trl_run.ENGINE)
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "parallelism_config"])
@@ -695,6 +714,16 @@ def test_one_rank_may_read_the_weights_for_both(path, tmp_path):
     assert trl_run.ratios(result) == {1.0}
     alone = trl_run.run("grpo", path, tmp_path)
     assert result["logs"][0]["reward"] == pytest.approx(alone["logs"][0]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, ADAPTER], ids=["whole", "adapter"])
+def test_activations_that_accelerate_recomputes_change_nothing(path, tmp_path, options):
+    recomputed = run_in("FSDP2", tmp_path, "grpo", path, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, **options)
+    (tmp_path / "kept").mkdir()
+    kept = run_in("FSDP2", tmp_path / "kept", "grpo", path, **options)
+    assert trl_run.ratios(recomputed) == {1.0}
+    assert curve(recomputed) == curve(kept)
 
 
 @pytest.mark.slow
