@@ -663,6 +663,7 @@ SHARED = {
     "KL, filters, recomputed activations": FILTERS | {"beta": 0.1, "gradient_checkpointing": True},
     "adapter": ADAPTER,
     "adapter, bfloat16 from float32, KL": ADAPTER | {"bf16": True, "beta": 0.1},
+    "adapter beside bfloat16": ADAPTER | {"model_init_kwargs": {"dtype": "bfloat16"}},
 }
 
 
