@@ -1,9 +1,11 @@
 """What a LoRA adapter costs: decode steps of an engine with one and without, in alternation, and updates of it alone.
 
-OMP_NUM_THREADS=2 python benchmarks/adapter.py --rows 8 32
+OMP_NUM_THREADS=2 python benchmarks/adapter.py --rows 8 32 [--out FILE.json]
 """
 
 import argparse
+import json
+import pathlib
 import statistics
 import time
 
@@ -21,7 +23,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--steps", type=int, default=100, help="of each engine, one after the other")
+    parser.add_argument("--out", type=pathlib.Path, help="write all as JSON")
     args = parser.parse_args()
+    result: dict = {"threads": torch.get_num_threads(), "dtype": args.dtype, "rank": args.rank, "steps": {}}
     config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", init_lora_weights=False)
     settings = {"dtype": args.dtype, "kv_cache_memory_bytes": 2**28}
     model = exact_model(args.model, args.dtype, adapter=config)
@@ -44,19 +48,24 @@ def main() -> None:
             while llm.has_unfinished_requests():
                 llm.step()
         base, adapted = seconds
-        ratios = [b / a for a, b in zip(base, adapted, strict=True)]
-        print(
-            f"{rows} rows: base {1e3 * statistics.median(base):.2f} ms a step, adapter "
-            f"{1e3 * statistics.median(adapted):.2f} ms; ratio of medians "
-            f"{statistics.median(adapted) / statistics.median(base):.3f}, of minima {min(adapted) / min(base):.3f}, "
-            f"median of ratios {statistics.median(ratios):.3f}"
-        )
+        found = {
+            "base_ms": 1e3 * statistics.median(base),
+            "adapter_ms": 1e3 * statistics.median(adapted),
+            "ratio_of_medians": statistics.median(adapted) / statistics.median(base),
+            "ratio_of_minima": min(adapted) / min(base),
+            "median_of_ratios": statistics.median(b / a for a, b in zip(base, adapted, strict=True)),
+        }
+        result["steps"][rows] = found
+        print(f"{rows} rows: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
     times = []
     for _ in range(10):
         start = time.perf_counter()
         engines[1].update_weights(model)
         times.append(time.perf_counter() - start)
-    print(f"update of the adapter: median {1e3 * statistics.median(times):.1f} ms, least {1e3 * min(times):.1f} ms")
+    result["update_ms"] = {"median": 1e3 * statistics.median(times), "least": 1e3 * min(times)}
+    print("update of the adapter: median {median:.1f} ms, least {least:.1f} ms".format(**result["update_ms"]))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
