@@ -97,7 +97,7 @@ class ExactTrainer:
             engine = {"max_model_len": args.vllm_max_model_length} | engine
             engine = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} | engine
         with patch.multiple(module, **_exact_parts(self, own, engine)):
-            super().__init__(model, reward_funcs, own, train_dataset, **kwargs)  # type: ignore[call-arg]
+            super().__init__(model, reward_funcs, own, train_dataset=train_dataset, **kwargs)  # type: ignore[call-arg]
 
     def _generate_and_score_completions(self, inputs):
         self.vllm_generation.first_row = self.accelerator.process_index * len(inputs)
