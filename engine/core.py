@@ -71,8 +71,9 @@ class EngineCore(WorkerEngine):
         self.planner = Planner(model_config, device)
         speculator = None
         if config.speculation is not None:
-            seconds = measure_step_seconds(executor, self.planner, blocks.num_blocks)
-            speculator = Speculator(config.speculation, model_config.vocab_size, seconds)
+            most = min(blocks.num_blocks, config.max_num_seqs)
+            seconds = measure_step_seconds(executor, self.planner, most, config.max_num_batched_tokens)
+            speculator = Speculator(config.speculation, model_config.vocab_size, seconds, config.overlaps)
         self.scheduler = Scheduler(
             blocks, config.max_num_seqs, config.max_num_batched_tokens, config.num_batches, config.overlaps, speculator
         )

@@ -18,17 +18,19 @@ ROUNDS = 5
 SECONDS = 2.0  # after the first round, in which kernels may compile: then no third or later one begins
 
 
-def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) -> Callable[[int], float]:
-    """Return the seconds of a step as a function of its rows, from steps of single tokens on an empty KV cache.
+def measure_step_seconds(executor: Executor, planner: Planner, sequences: int, tokens: int) -> Callable[[int], float]:
+    """Return the seconds of a step as a function of its rows, from steps on an empty KV cache.
 
+    sequences, tokens: as many as a step may have. Rows are sequences' single tokens, beyond that their drafts.
     Of several rounds the fastest counts: what a kernel's compilation or a busy machine adds is no cost of a row.
     Between the measured numbers it is linear, beyond them it rises as from the first to the last, and it never falls.
     """
-    rows = [n for n in ROWS if n <= num_blocks] or [1]
-    rounds = [[_seconds(executor, planner, n) for n in rows]]
+    sequences = 1 << (sequences.bit_length() - 1)  # a power of two, as ROWS are
+    rows = [n for n in ROWS if n <= min(tokens, sequences * planner.kernels.BLOCK)]
+    rounds = [[_seconds(executor, planner, n, min(n, sequences)) for n in rows]]
     begin = time.perf_counter()
     while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begin < SECONDS):
-        rounds.append([_seconds(executor, planner, n) for n in rows])
+        rounds.append([_seconds(executor, planner, n, min(n, sequences)) for n in rows])
     seconds = np.maximum.accumulate(np.min(rounds, axis=0))
     slope = float(seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])
     known = np.interp(range(rows[-1] + 1), rows, seconds).tolist()
@@ -39,13 +41,14 @@ def measure_step_seconds(executor: Executor, planner: Planner, num_blocks: int) 
     return step_seconds
 
 
-def _seconds(executor: Executor, planner: Planner, rows: int) -> float:
-    """Time one step of sequences of one token, each in a block of its own."""
-    request = Request("", None, [0], SamplingParams(n=rows), 0, (), 0)
-    batch = Batch([Sample(request, index, 1, False) for index in range(rows)])
+def _seconds(executor: Executor, planner: Planner, rows: int, sequences: int) -> float:
+    """Time one step of sequences of one token and a draft, each in a block of its own."""
+    request = Request("", None, [0], SamplingParams(n=sequences), 0, (), 0)
+    batch = Batch([Sample(request, index, 1, False) for index in range(sequences)])
     for block, seq in enumerate(batch.sequences):
         seq.block_table = [block]
-        seq.num_scheduled_tokens = 1
+        seq.num_scheduled_tokens = rows // sequences
+        seq.draft = [0] * (seq.num_scheduled_tokens - 1)
     start = time.perf_counter()
     plan, _ = planner.plan(batch, [])
     executor.submit(plan).wait()

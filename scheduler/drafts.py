@@ -145,14 +145,18 @@ class Record:
 class Speculator:
     """Decides how many tokens to draft: as many as lower the time per token, by what rows cost and drafts have hit.
 
-    step_seconds: the time of a step by its number of rows.
+    step_seconds: the time of a step by its number of rows. overlaps: steps do, so that who drafts misses two of them:
+    it waits for its last token, and for what comes of the draft.
     """
 
-    def __init__(self, config: SpeculativeConfig, vocab_size: int, step_seconds: Callable[[int], float]):
+    def __init__(
+        self, config: SpeculativeConfig, vocab_size: int, step_seconds: Callable[[int], float], overlaps: bool = False
+    ):
         self._rows = 0
         self._tokens_per_second = 0.0
         self.limit = config.num_speculative_tokens
         self.step_seconds = step_seconds
+        self._missed = 2 if overlaps else 0
         self._records: dict[int, Record] = {}
         self._all = Record(promised=2.0)
         self.drafter: Drafter
@@ -177,18 +181,14 @@ class Speculator:
         probe = 0
         if seq.num_tokens >= record.probe_at:
             probe = min(most, 1)
-            record.probe_at = seq.num_tokens + max(PROBE_EVERY, int(sum(costs[:1]) / PROBE_SHARE))
+            record.probe_at = seq.num_tokens + max(PROBE_EVERY, int((self._missed + sum(costs[:1])) / PROBE_SHARE))
         limit = max(probe, _most_gain([chance] * most, costs)[0])  # no estimate is above 1, so none makes it longer
+        tokens, shares = self.drafter.propose(seq, limit) if limit > 0 else ([], [])
+        keep, promised = _most_gain([share * chance for share in shares], costs)
+        keep = max(keep, min(probe, len(tokens)))
         record.start = len(seq.token_ids)
-        record.draft = []
-        record.shares = []
-        promised = 0.0
-        if limit > 0:
-            tokens, shares = self.drafter.propose(seq, limit)
-            keep, promised = _most_gain([share * chance for share in shares], costs)
-            keep = max(keep, min(probe, len(tokens)))
-            record.draft = tokens[:keep]
-            record.shares = shares[:keep]
+        record.draft = tokens[:keep]
+        record.shares = shares[:keep]
         record.promised += 0.2 * (promised - record.promised)
         self._all.promised += 0.01 * (promised - self._all.promised)
         self._rows += len(record.draft)

@@ -6,9 +6,10 @@ import hashlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 
@@ -77,8 +78,6 @@ class StillIndex:
         """Return the newest places after runs of this length, one of `lengths`, and this hash."""
         hashes, places = self._hashes[length]
         first = bisect_left(hashes, wanted)
-        if hashes[first : first + 1] != array("Q", [wanted]):
-            return []
         last = bisect_right(hashes, wanted, first)
         return [(self._text, place) for place in places[max(first, last - MAX_PLACES) : last]]
 
@@ -137,12 +136,12 @@ def _count(texts: list[array]) -> int:
 class Group:
     """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    index: of the prompt, and of its live texts where they are shared. still: of earlier rollouts. twins: the newest
-    earlier rollout by its `random_key`.
+    index: of the prompt, and of its live texts where they are shared. still: returns that of earlier rollouts, made
+    when first asked for, as it takes milliseconds. twins: the newest earlier rollout by its `random_key`.
     """
 
     index: LiveIndex
-    still: StillIndex | None
+    still: Callable[[], StillIndex]
     twins: dict[Hashable, Seq[int]]
     live: int = 0
     ended: int = 0
@@ -191,9 +190,7 @@ class SuffixDrafter:
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and the share of places that agree on each."""
-        cursor = self._cursors.get(seq.seq_id)
-        if cursor is None:
-            cursor = self._cursors[seq.seq_id] = self._enter(seq)
+        cursor = self._cursors.get(seq.seq_id) or self._enter(seq)
         twin = cursor.group.twins.get(seq.random_key)
         known = seq.num_completion_tokens
         if twin is not None and known < len(twin):
@@ -231,12 +228,13 @@ class SuffixDrafter:
         tail = prompt[-self.lengths[-1] :]
         if group is None:
             rollouts = self._history.get(key, ())
-            still = StillIndex(self.lengths, [[*tail, *tokens] for _, tokens in rollouts]) if rollouts else None
+            still = cache(partial(StillIndex, self.lengths, [[*tail, *tokens] for _, tokens in rollouts] or [[]]))
             group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
             self._index(group.index, Text([]), prompt[-MAX_PROMPT:])
         group.live += 1
         index = group.index if self.shared else LiveIndex(self.lengths)
-        return Cursor(key, group, index, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
+        cursor = Cursor(key, group, index, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
+        return self._cursors.setdefault(seq.seq_id, cursor)
 
     def _pool(self, salt: bytes) -> Pool:
         pool = self._pools.setdefault(salt, Pool(self.lengths[0]))
@@ -270,7 +268,7 @@ class SuffixDrafter:
             run = cursor.text.tokens[-length:]
             if len(run) < length:
                 break
-            found = [] if cursor.group.still is None else cursor.group.still.find(length, _hash(run))
+            found = cursor.group.still().find(length, _hash(run))
             found += cursor.group.index.find(run)
             if cursor.index is not cursor.group.index:
                 found += cursor.index.find(run)

@@ -237,6 +237,19 @@ def test_rollouts_without_a_draft_are_kept_and_those_that_ended_early_replace_no
     assert len(drafter._history.popitem()[1]) == 2
 
 
+def test_earlier_rollouts_are_not_indexed_while_a_twin_agrees(monkeypatch):
+    drafter = SuffixDrafter([4, 2, 1], True, window=8)
+    drafter.finish(sequence(0, [5], [6, 7, 8], key=1))
+    made = []
+    plain = suffix.StillIndex
+    monkeypatch.setattr(suffix, "StillIndex", lambda *args: made.append(args) or plain(*args))
+    assert drafter.propose(sequence(1, [5], [6], key=1), 2)[0] == [7, 8]
+    assert not made
+    for number in (2, 3):
+        assert drafter.propose(sequence(number, [5], [6, 7], key=number), 1)[0] == [8]
+    assert len(made) == 1
+
+
 def speculator(seconds, draft, **config):
     """One whose drafter always proposes the same."""
     return Speculator(SpeculativeConfig(method=lambda ids: draft, **config), 100, seconds)
@@ -297,6 +310,22 @@ def test_a_sequence_waits_for_drafts_only_where_they_promise_a_token():
     one = speculator(lambda rows: 1.0, [3] * 8)
     rounds(one, right=True)
     assert all(one.pays_to_wait(sequence(number, [1])) for number in range(5))
+
+
+def test_probes_are_rarer_where_who_waits_misses_steps():
+    """Overlapped steps go on without a sequence that waits: two missed ones are 1 % of 200 tokens."""
+    drafts = SpeculativeConfig(method=lambda ids: [3])
+    one = Speculator(drafts, 100, lambda rows: 1.0, overlaps=True)
+    rounds(one, right=False)
+    grown = sequence(1000, [1], max_tokens=10**6)
+    waits = []
+    for _ in range(1000):
+        waits.append(one.pays_to_wait(grown))
+        if waits[-1]:
+            one.begin_step(1, 1)
+            one.draft(grown, 100)
+        grown.token_ids.append(50)
+    assert [number for number, wait in enumerate(waits) if wait] == [16, 218, 420, 622, 824]
 
 
 @pytest.mark.parametrize("answers", [True, False])
