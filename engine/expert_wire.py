@@ -40,7 +40,7 @@ def parse_ids(given: Any) -> np.ndarray:
         ids = np.asarray(given)
     else:
         data = base64.b64decode(given, validate=True)
-        ids = np.load(io.BytesIO(data), allow_pickle=False) if data[:1] == b"\x93" else np.frombuffer(data, "<i4")
+        ids = np.load(io.BytesIO(data), allow_pickle=False) if data[:6] == b"\x93NUMPY" else np.frombuffer(data, "<i4")
     if ids.dtype.kind not in "iu":
         raise ValueError(f"routed experts are {ids.dtype.name}; expected integers")
     return ids

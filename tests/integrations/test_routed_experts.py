@@ -103,5 +103,7 @@ def test_rollout_data_of_slime_and_miles(tmp_path):
 def test_both_texts_hold_the_array():
     assert np.array_equal(parse_ids(npy_text(IDS)), IDS)
     assert np.array_equal(parse_ids(b"".join(int32_parts(IDS))).reshape(IDS.shape), IDS)
+    first = IDS - IDS.flat[0] + 147  # whose first byte is that of a .npy file
+    assert np.array_equal(parse_ids(b"".join(int32_parts(first))).reshape(IDS.shape), first)
     with pytest.raises(ValueError, match=r"shape \[30\], expected \[8, 3, 2\]"):
         shape_ids(IDS.reshape(-1), 9, LAYERS, K)
