@@ -60,7 +60,7 @@ def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
     config = load_config(path)
     layers, head = [0] * config.num_hidden_layers, config.vocab_size * config.hidden_size
     for name, (shape, _) in manifest(resolve(path)).items():
-        if found := _LAYER.search(name):
+        if (found := _LAYER.search(name)) and int(found[0]) < len(layers):  # others predict further tokens
             layers[int(found[0])] += int(torch.Size(shape).numel())
     return split_layers(layers, head, stages)
 
@@ -158,8 +158,10 @@ def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dic
     pieces = by_tensor(stored_pieces(model))
     found: dict[str, Tensor] = {}
     reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
+    dtype: Any = model.config.dtype
+    kept = "|".join(model._get_dtype_plan(dtype)).replace("*", ".*")  # in float32, as from_pretrained keeps it
     for name, empty in stored_state(model).items():
-        whole = torch.empty(empty.shape, dtype=empty.dtype)
+        whole = torch.empty(empty.shape, dtype=torch.float32 if kept and re.search(kept, name) else empty.dtype)
         found[name] = whole
         places = {name: whole}
         if shift_layer(name, first_layer) not in stored and name in pieces:

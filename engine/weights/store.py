@@ -61,7 +61,8 @@ class WeightStore:
             shift_layer(name, first_layer): piece._replace(tensor=shift_layer(piece.tensor, first_layer))
             for name, piece in stored_pieces(model).items()
         }
-        self.table = WeightTable({name: tuple(p.shape) for name, p in state.items()}, tied, adapter, pieces)
+        ignored = r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())  # as transformers does
+        self.table = WeightTable({name: tuple(p.shape) for name, p in state.items()}, tied, adapter, pieces, ignored)
         for name, module in modules.items():
             low_rank = getattr(module, "low_rank", None)
             for factor, leaf in (("A", "down"), ("B", "up")) if low_rank is not None else ():
@@ -175,11 +176,11 @@ class StagedWeights:
         self.store.table.check_complete(self.given, parts | parts_of(self.store.absent))
 
     def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-        entries = manifest(path)
+        entries = self.store.table.known(manifest(path))
         for file in sorted({file for name, (_, file) in entries.items() if self.store.owns(name)}):
             with safe_open(file, framework="pt") as tensors:
                 sums = json.loads((tensors.metadata() or {}).get("checksums", "{}"))
-                for name in filter(self.store.owns, tensors.keys()):
+                for name in filter(self.store.owns, entries.keys() & tensors.keys()):
                     tensor = tensors.get_tensor(name)
                     if name in sums and sums[name] != checksum([tensor]):
                         raise WeightUpdateError(f"{file}: the bytes of tensor {name!r} are not those that were written")

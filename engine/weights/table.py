@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Set
+import re
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +33,14 @@ class WeightTable:
     adapter: what it has beside the base model, as the contract says it. An adapter's tensors have their names in PEFT's
     files. An update brings all of the adapter, all of the base, or both. pieces: what else a checkpoint may call a
     tensor, or its parts (`stored_pieces`); an update brings each tensor under its own name or in all of its pieces.
+    ignored: patterns of names in checkpoints that the family passes over, such as layers which predict further tokens.
     """
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     adapter: str = "none"
     pieces: dict[str, Piece] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     @functools.cached_property
     def pieces_of(self) -> dict[str, dict[str, Piece]]:
@@ -52,7 +56,12 @@ class WeightTable:
             whole.tied |= table.tied
             whole.pieces |= table.pieces
             whole.adapter = table.adapter
+            whole.ignored = table.ignored
         return whole
+
+    def known(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a checkpoint that are the model's."""
+        return {name: each for name, each in entries.items() if not any(re.search(p, name) for p in self.ignored)}
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise WeightUpdateError unless the model has a tensor of this name and shape."""

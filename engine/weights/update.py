@@ -105,7 +105,7 @@ class WeightUpdate:
     def _load_directory(self, path: pathlib.Path) -> None:
         """Workers read a directory by themselves."""
         stored = StoredWeights.at(path)
-        entries = manifest(path)
+        entries = self.table.known(manifest(path))
         if (path / "config.json").is_file():
             check_same_numerics(load_config(self.model), load_config(path))
         names = set(self.given)

@@ -10,6 +10,7 @@ from samebits.model import exact_model
 from samebits.model.stage import shift_layer, split_by_size, split_layers, stage_model
 
 from helpers.engines import prompt_of
+from helpers.families import make_family
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,3 +72,13 @@ def test_a_stage_holds_its_own_tensors_alone(checkpoint):
     assert parts[0] & parts[2] == {"model.embed_tokens.weight"}
     assert not parts[1] & (parts[0] | parts[2])
     assert all(".layers.1." in name for name in parts[1])
+
+
+@pytest.mark.parametrize("family", ["dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2", "solar_open"])
+def test_a_stage_keeps_in_float32_what_the_whole_model_does(tmp_path, family):
+    """A router's bias, which some families declare and others name."""
+    path = make_family(tmp_path, family)
+    whole = exact_model(path, "bfloat16").state_dict()
+    part = stage_model(path, "bfloat16", "cpu", (0, 3)).state_dict()
+    assert whole.keys() == part.keys()
+    assert all(part[name].dtype == tensor.dtype and torch.equal(part[name], tensor) for name, tensor in whole.items())

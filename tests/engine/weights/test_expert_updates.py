@@ -6,6 +6,7 @@ import threading
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams, WeightUpdateError
@@ -191,3 +192,22 @@ def test_resident_memory_is_the_weights_once_and_kv(tmp_path):
     own = llm.stats().kv_cache_bytes + llm.engine.weight_bytes
     assert llm.engine.weight_bytes > 4e8
     assert resident <= 1.05 * own, f"{resident / 1e6:.0f} MB for {own / 1e6:.0f} MB of weights and KV"
+
+
+def test_layers_that_predict_further_tokens_are_passed_over_in_a_checkpoint(tmp_path):
+    """GLM-4.5's files have one; transformers doesn't load it."""
+    path = save_tiny_moe(tmp_path, "glm4_moe")
+    expected = results(engine(path))
+    tensors = load_file(path / "model.safetensors")
+    further = {"model.layers.46.eh_proj.weight": torch.ones(3, 5), "model.layers.46.mlp.gate.weight": torch.ones(2, 2)}
+    save_file(tensors | further, path / "model.safetensors", {"format": "pt"})
+    for layout in LAYOUTS.values():
+        llm = engine(path, **layout)
+        assert results(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert results(llm) == expected
+        assert llm.update_weights(path) == 1
+        assert results(llm) == expected
+        with pytest.raises(WeightUpdateError, match=r"unknown tensor 'model\.layers\.45"):
+            llm.update_weights([("model.layers.45.eh_proj.weight", torch.ones(3, 5))])
