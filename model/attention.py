@@ -89,14 +89,16 @@ def observed_forward(
     """Note the call as `module.observed`; attend as `attention_forward` does where that can, else return zeros."""
     meant = [name for name, value in kwargs.items() if value is not None and value is not False]
     problems = [f"takes {name!r}" for name in meant if name not in _HARMLESS]
+    window = kwargs.get("sliding_window") or 0
+    other_mask = attention_mask is not None and getattr(attention_mask, "window", None) != window
     checks = {
+        "brings a mask of its own, or a window in its mask alone": other_mask,
         "is not causal": kwargs.get("is_causal") is False,
         "gives no scale": scaling is None,
         "does not get the keywords that the model is called with": kwargs.get("layout") is None,
         f"has values of {value.shape[-1]} numbers and keys of {key.shape[-1]}": value.shape[-1] != key.shape[-1],
     }
     problems += [problem for problem, there in checks.items() if there]
-    window = kwargs.get("sliding_window") or 0
     module.observed = AttentionCall(scaling or 0.0, window, key.shape[1], key.shape[-1], tuple(problems))
     if problems:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -134,7 +136,17 @@ def no_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> None
         )
 
 
+def window_mask(*args, local_size: int | None = None, device: Any = None, **kwargs) -> torch.Tensor | None:
+    """Return a mask that says which window it would have, for `observed_forward`; None without one."""
+    if local_size is None:
+        return None
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.window = local_size  # type: ignore[attr-defined]
+    return mask
+
+
 AttentionInterface.register(NAME, plain_forward)
 AttentionInterface.register(PACKED, attention_forward)
 AttentionInterface.register(OBSERVED, observed_forward)
 AttentionMaskInterface.register(NAME, no_mask)
+AttentionMaskInterface.register(OBSERVED, window_mask)

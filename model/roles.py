@@ -83,7 +83,8 @@ def role_of(module: nn.Module) -> Role | None:
 def activation_of(gate: Callable[[Tensor, Tensor], Tensor]) -> str | None:
     """Return the activation, by HF's name, whose product with `up` a function of (gate, up) is; None for others."""
     generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    size = torch.logspace(0, 3, 7)  # where gates of some families are clamped, too
+    first, second = (torch.randn(5, 7, generator=generator, dtype=torch.float64) * size for _ in range(2))
     found = gate(first, second)
     if not isinstance(found, Tensor) or found.shape != first.shape:
         return None

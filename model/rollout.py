@@ -292,7 +292,7 @@ def pack_weights(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, ExactLinear) and module.exact:
             module.packed = ops.PackedWeight.pack(module.weight)
-            module.weight = None  # type: ignore[assignment]
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)  # some read its dtype
         elif is_experts(module):
             pack_experts(module)
     if tied and head.packed is not None:

@@ -72,6 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": SHARED,
 }
 
+OTHERS: dict[str, dict[str, Any]] = {  # load, with a line in the log
+    "hunyuan_v1_moe": EXPERTS | {"num_experts": 6, "moe_topk": 2},
+}
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
     "gpt2": ({}, r"GPT2Model has no list `layers`"),
     "starcoder2": ({}, r"input_layernorm \(LayerNorm\).*layer_norm has no exact form"),
@@ -93,6 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
         r"(Qwen3NextGatedDeltaNet|conv1d \(Conv1d)\) is not covered: torch function torch.nn.functional.conv1d",
     ),
     "nemotron_h": ({}, r"NemotronHExperts\) have no gate"),
+    "doge": ({}, r"self_attn \(DogeAttention\) brings a mask of its own"),
 }  # fmt: skip
 
 
@@ -132,7 +137,7 @@ def skip_if_newer(family: str) -> None:
 
 def family_config(family: str, **overrides) -> PretrainedConfig:
     """The tiny config of a family."""
-    own = FAMILIES[family] if family in FAMILIES else REFUSED[family][0]
+    own = {**FAMILIES, **OTHERS, **{name: own for name, (own, _) in REFUSED.items()}}[family]
     settings = {name: value for name, value in (SIZES | own | overrides).items() if value is not None}
     return AutoConfig.for_model(family, **settings)
 

@@ -50,6 +50,24 @@ def test_a_family_that_is_not_covered_is_refused_by_module_and_op(tmp_path, fami
         exact_model(make_family(tmp_path, family))
 
 
+def test_a_window_that_is_in_the_mask_alone_is_refused(tmp_path):
+    """Qwen2-MoE's own code tells attention nothing of it."""
+    window = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 10}
+    with pytest.raises(UnsupportedModelError, match=r"Qwen2MoeAttention\) brings .* a window in its mask alone"):
+        exact_model(make_family(tmp_path, "qwen2_moe", **window))
+
+
+def test_a_router_may_read_the_dtype_of_its_weight(tmp_path):
+    """An engine has packed it by then."""
+    path = make_family(tmp_path, "hunyuan_v1_moe")
+    llm = LLM(path, dtype="bfloat16", kv_cache_memory_bytes=1 << 20)
+    (output,) = llm.generate([prompt_of(20)], SamplingParams(max_tokens=10, seed=1), use_tqdm=False)
+    (found,) = token_logprobs(
+        exact_model(path, "bfloat16"), [output.prompt_token_ids + output.completions[0].token_ids]
+    )
+    assert output.completions[0].logprobs == found[20:].tolist()
+
+
 @pytest.mark.skipif(not BEFORE_5_13, reason="its router no longer sorts")
 def test_granitemoe_of_an_older_transformers_is_refused_by_module_and_op():
     model = AutoModelForCausalLM.from_config(family_config("granitemoe"))
@@ -139,8 +157,9 @@ def test_an_mlp_whose_activation_is_a_lambda_is_the_role_that_it_computes(checkp
     del mlp.act_fn
     mlp.act_fn = lambda x: F.gelu(x)
     assert role_of(mlp) == (ExactMLP, {"activation": "gelu"})
-    mlp.act_fn = lambda x: 1.001 * F.gelu(x)
-    assert role_of(mlp) is None
+    for other in (lambda x: 1.001 * F.gelu(x), lambda x: F.gelu(x.clamp(max=7.0)), lambda x: F.gelu(x).clamp(max=90.0)):
+        mlp.act_fn = other
+        assert role_of(mlp) is None
 
 
 class Scaled(nn.Module):
