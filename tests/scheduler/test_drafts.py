@@ -294,18 +294,24 @@ def test_a_probe_cuts_no_draft_that_pays():
     assert lengths[20:] == [8] * 80
 
 
+def waits_of(one, count):
+    """Whether a sequence of wrong drafts would wait, at each of its tokens."""
+    grown = sequence(1000, [1], max_tokens=10**6)
+    waits = []
+    for _ in range(count):
+        waits.append(one.pays_to_wait(grown))
+        if waits[-1]:
+            one.begin_step(1, 1)
+            one.draft(grown, 100)
+        grown.token_ids.append(50)
+    return waits
+
+
 def test_a_sequence_waits_for_drafts_only_where_they_promise_a_token():
     for seconds, draft in ((lambda rows: 1.0, []), (lambda rows: float(rows), [3] * 8)):
         one = speculator(seconds, draft)
         rounds(one, right=True)
-        grown = sequence(1000, [1], max_tokens=10**6)
-        waits = []
-        for _ in range(400):
-            waits.append(one.pays_to_wait(grown))
-            if waits[-1]:
-                one.begin_step(1, 1)
-                one.draft(grown, 100)
-            grown.token_ids.append(50)
+        waits = waits_of(one, 400)
         assert sum(waits) == (400 / PROBE_EVERY - 1 if seconds(2) == 1.0 else 3), "probes that cost more are rarer"
     one = speculator(lambda rows: 1.0, [3] * 8)
     rounds(one, right=True)
@@ -317,14 +323,7 @@ def test_probes_are_rarer_where_who_waits_misses_steps():
     drafts = SpeculativeConfig(method=lambda ids: [3])
     one = Speculator(drafts, 100, lambda rows: 1.0, overlaps=True)
     rounds(one, right=False)
-    grown = sequence(1000, [1], max_tokens=10**6)
-    waits = []
-    for _ in range(1000):
-        waits.append(one.pays_to_wait(grown))
-        if waits[-1]:
-            one.begin_step(1, 1)
-            one.draft(grown, 100)
-        grown.token_ids.append(50)
+    waits = waits_of(one, 1000)
     assert [number for number, wait in enumerate(waits) if wait] == [16, 218, 420, 622, 824]
 
 
