@@ -25,7 +25,7 @@ from ..engine.planner import Plan
 from ..engine.request import SampledToken
 from ..engine.sampler import SamplerOutput
 from ..engine.weights import WorkerError
-from ..engine.weights.group import free_port, new_backend
+from ..engine.weights.group import listening_store, new_backend
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from ..model.stage import Layers
@@ -80,10 +80,11 @@ class StageWorker(Worker):
         self.rank = rank
         self.link: Link
 
-    def free_address(self) -> tuple[str, int]:
-        """Return an address of this node, as the cluster's other nodes reach it, at which nobody listens."""
+    def listen(self) -> tuple[str, int]:
+        """Return an address of this process, as the cluster's other nodes reach it, at which `connect` expects them."""
         host = ray.util.get_node_ip_address()
-        return host, free_port(host)
+        self._store = listening_store(host)
+        return host, self._store.port
 
     def connect(self, address: str, port: int) -> None:
         """Join the other stages of the replica."""

@@ -57,7 +57,7 @@ class ReplicaClient(RemoteWorkers):
         self.collective_rpc("initialize_cache", self.model.num_blocks, timeout=limit)
         head, *stages = self.actors
         if stages:
-            self.collective_rpc("connect", *head.call("free_address").result(limit))
+            self.collective_rpc("connect", *head.call("listen").result(limit))
         self.stats, self.capacity = head.start("control", "start", path, config, self.model, stages).result(limit)
         self._reports = head.start("steps", "run", num_returns="streaming").ref
         self._lives = [stage.start("life", "live").ref for stage in stages]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
 from ..engine.expert_wire import parse_ids
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
-from ..engine.weights.group import DEFAULT_GROUP_NAME, free_port
+from ..engine.weights.group import DEFAULT_GROUP_NAME, listening_store
 from ..engine.weights.spec import full_tensors
 from ..kernels.contract import Contract
 from ..model.adapter import updated_state
@@ -196,11 +196,11 @@ class Client:
     def _join(self, address: str) -> WeightGroup:
         if self._group is not None:
             self._group.close()
-        port = free_port("")
+        store = listening_store(address)
         world = 1 + self.get("/get_world_size")["world_size"]
-        where = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
+        where = {"master_address": address, "master_port": store.port, "rank_offset": 1, "world_size": world}
         with self._posting("/init_weights_update_group", where | {"backend": "gloo"}):
-            return WeightGroup(address, port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
+            return WeightGroup(address, store.port, 0, world, DEFAULT_GROUP_NAME, timeout=self.timeout)
 
     @contextmanager
     def _posting(self, path: str, body: dict) -> Iterator[None]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,10 +170,12 @@ class WeightGroup:
         self.close()
 
 
-def free_port(host: str) -> int:
-    """Return a port that nobody listens on now. Rank 0 of a group will, so be quick."""
-    with socket.create_server((host, 0)) as s:
-        return s.getsockname()[1]
+def listening_store(address: str) -> dist.TCPStore:
+    """Return a store that listens at a free port of this process, whose rank 0 of a group will use it.
+
+    Nobody else can take the port while the store lives.
+    """
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def check_backend(backend: str) -> None:

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from samebits.cluster import pipeline
 from samebits.cluster.pipeline import Link
 from samebits.engine.weights import WorkerError
-from samebits.engine.weights.group import free_port
+from samebits.engine.weights.group import listening_store
 
 
 def linked(stages: int, timeout: float = 30.0) -> list[Link]:
     """Links of stages that are threads here."""
-    port = free_port("127.0.0.1")
+    store = listening_store("127.0.0.1")
     found: dict[int, Link] = {}
 
     def join(rank: int) -> None:
-        found[rank] = Link("127.0.0.1", port, rank, stages, timeout, torch.device("cpu"))
+        found[rank] = Link("127.0.0.1", store.port, rank, stages, timeout, torch.device("cpu"))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(stages)]
     for thread in threads:

@@ -12,7 +12,7 @@ from samebits import LLM
 from samebits.cluster.actors import RemoteWorkers
 from samebits.engine import WeightUpdateError, WorkerError
 from samebits.engine.weights import TransferError, WeightGroup, specs_of
-from samebits.engine.weights.group import free_port
+from samebits.engine.weights.group import listening_store
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import faults
@@ -93,19 +93,19 @@ def send(llm, model, timeout: float = 5.0) -> int:
     """An update over a weight group, whose rank 0 sends from a thread."""
     state = model.state_dict()
     ranks = llm.engine.workers.world_size + 1
-    port = free_port("127.0.0.1")
+    store = listening_store("127.0.0.1")
 
     def sender() -> None:
         with (
             contextlib.suppress(TransferError),
-            WeightGroup("127.0.0.1", port, 0, ranks, "g", timeout=timeout) as group,
+            WeightGroup("127.0.0.1", store.port, 0, ranks, "g", timeout=timeout) as group,
         ):
             group.send(state.items(), specs_of(state))
 
     thread = threading.Thread(target=sender)
     thread.start()
     try:
-        llm.engine.workers.join_weight_group("g", "127.0.0.1", port, 1, ranks, "gloo", timeout)
+        llm.engine.workers.join_weight_group("g", "127.0.0.1", store.port, 1, ranks, "gloo", timeout)
         update = llm.begin_weight_update()
         try:
             update.receive("g", specs_of(state))

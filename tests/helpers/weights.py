@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from samebits.engine.weights import WeightGroup, specs_of
+from samebits.engine.weights.group import listening_store
 
-from helpers.serving import free_port, in_background
+from helpers.serving import in_background
 
 
 class Sender:
@@ -12,14 +13,15 @@ class Sender:
 
     def __init__(self, server, dialect="sglang", name="g"):
         self.server, self.name = server, name
-        where = {"master_address": "127.0.0.1", "master_port": str(free_port()), "rank_offset": 1, "world_size": 2,
+        store = listening_store("127.0.0.1")
+        where = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2,
                  "group_name": name, "backend": "gloo"}  # fmt: skip
         routes = {
             "sglang": ("/init_weights_update_group", where),
             "vllm": ("/init_weight_transfer_engine", {"init_info": where}),
         }
         with in_background(server.post, *routes[dialect]) as replies:
-            self.group = WeightGroup("127.0.0.1", where["master_port"], 0, 2, name, timeout=4)
+            self.group = WeightGroup("127.0.0.1", store.port, 0, 2, name, timeout=4)
         assert replies[0].json()["success"] is True, replies[0].text
 
     def body(self, state, **more):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.engine.weights import WeightGroup, specs_of
-from samebits.engine.weights.group import free_port
+from samebits.engine.weights.group import listening_store
 from samebits.model.stored import stored_pieces
 from samebits.trainer import exact_model, save_weights
 
@@ -105,16 +105,16 @@ def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(checkpoints, tm
 def test_experts_over_a_process_group(checkpoints):
     """One by one, as trainers of other frameworks broadcast them."""
     old, new = checkpoints("glm4_moe")
-    llm, state, port = engine(old), dict(shuffled(stored(new))), free_port("127.0.0.1")
+    llm, state, store = engine(old), dict(shuffled(stored(new))), listening_store("127.0.0.1")
     specs = specs_of(state)
 
     def send():
-        with WeightGroup("127.0.0.1", port, rank=0, world_size=2) as group:
+        with WeightGroup("127.0.0.1", store.port, rank=0, world_size=2) as group:
             group.send(state.items(), specs, 4096)
 
     sender = threading.Thread(target=send)
     sender.start()
-    with WeightGroup("127.0.0.1", port, rank=1, world_size=2) as group:
+    with WeightGroup("127.0.0.1", store.port, rank=1, world_size=2) as group:
         llm.update_weights(group.receive(specs, 4096))
         sender.join()
     assert results(llm) == results(engine(new))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samebits.engine.weights import TensorSpec, TransferError, WeightGroup, specs_of
-from samebits.engine.weights.group import WHOLE
+from samebits.engine.weights.group import WHOLE, listening_store
 from samebits.engine.weights.spec import parse_specs
 
 from helpers import transfer_peer
@@ -102,6 +102,17 @@ def test_a_sender_that_dies_dawdles_or_errs_is_an_error_in_time(sender, act, die
             raise results[0]
         assert not group.usable
         assert act != "dawdle" or dies or process.is_alive(), "the receiver waited for as long as its sender lived"
+
+
+def test_a_listening_store_keeps_its_port_for_the_group():
+    """Between the choice of a port and the rendezvous another process could take it."""
+    store = listening_store("127.0.0.1")
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", store.port))
+    with in_background(WeightGroup, "127.0.0.1", store.port, 1, 2) as results:
+        first = WeightGroup("127.0.0.1", store.port, 0, 2)
+    for group in (first, *results):
+        group.close()
 
 
 def test_a_rendezvous_that_nobody_comes_to_times_out():
