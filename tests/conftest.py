@@ -25,6 +25,15 @@ def pytest_configure(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_sessionstart(session):
+    """Each of two workers compiles the CPU kernels of another dtype, where they aren't in the cache; both share them."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        from samebits.kernels import cpu
+
+        dtype = (torch.float32, torch.bfloat16)[int(worker.removeprefix("gw")) % 2]
+        cpu.warm_up(dtype, torch.device("cpu"), experts=True)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name, **config overrides) -> folder of a tiny random model."""

@@ -3,7 +3,7 @@
 Without fast-math LLVM may vectorise a loop only where that changes no bit, so the source's order of IEEE-754
 operations *is* the reduction tree. The cache folder is keyed by a hash of every kernel source: numba itself looks at
 one file only, and a stale object file must not outlive a change to a function that was inlined into it. Processes take
-turns at it: numba numbers the files of a kernel's signatures, and two that save at once would take the same number.
+turns at a kernel, so that each is compiled once: the others find it in the cache.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numba
 import numpy as np
 import torch
 from filelock import FileLock
+from numba.core.compiler_lock import global_compiler_lock
 
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
@@ -41,18 +42,16 @@ def _cache_folder():
 def _compile(function, **options):
     with _cache_folder():
         compiled = numba.njit(cache=True, error_model="numpy", nogil=True, **options)(function)
-    cache = compiled._cache  # numba has no hook for this
-    lock = FileLock(pathlib.Path(cache.cache_path) / "lock")
-    for name in ("load_overload", "save_overload"):
-        setattr(cache, name, _locked(getattr(cache, name), lock))
+    folder = pathlib.Path(compiled._cache.cache_path)  # numba has no hook for this, nor for what follows
+    compiled.compile = _in_turn(compiled.compile, FileLock(folder / f"{function.__qualname__}.lock"))
     return compiled
 
 
-def _locked(method, lock):
-    @wraps(method)
-    def call(*args):
-        with lock:
-            return method(*args)
+def _in_turn(compile_or_load, lock):
+    @wraps(compile_or_load)
+    def call(signature):
+        with global_compiler_lock, lock:  # in this order: other kernels are compiled, in their turn, within this one
+            return compile_or_load(signature)
 
     return call
 

@@ -1,12 +1,9 @@
 """The cache of compiled kernels, when processes fill it at the same time."""
 
-import contextlib
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
 
 import numpy as np
 import pytest
-from numba.core.caching import IndexDataCacheFile
 
 from samebits.kernels.cpu import jit
 
@@ -18,28 +15,35 @@ def total(values):
     return found
 
 
-@pytest.mark.parametrize("locked", [True, False], ids=["locked", "control"])
-def test_processes_that_save_at_once_take_files_of_their_own(locked, tmp_path, monkeypatch):
-    """Two dispatchers are as two processes; each waits for the other once it has read the index."""
-    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
-    if not locked:
-        monkeypatch.setattr(jit, "_locked", lambda method, lock: method)
-    kernels = [jit.serial(total) for _ in range(2)]
-    for kernel, dtype in zip(kernels, (np.int16, np.uint16), strict=True):
+def largest(values):
+    return values.max()
+
+
+def compile_kernel(barrier, in_turn, misses):
+    """Compile a kernel for two dtypes while another process does; report how often it wasn't in the cache."""
+    if not in_turn:
+        jit._in_turn = lambda compile_or_load, lock: compile_or_load
+    jit.serial(largest)(np.ones(2))  # what numba does once in a process
+    kernel = jit.serial(total)
+    for dtype in (np.int16, np.uint16):
+        barrier.wait(60)
         kernel(np.ones(2, dtype))
-        kernel._cache.flush()
-    both, save_index = threading.Barrier(2), IndexDataCacheFile._save_index
+    misses.put(sum(kernel.stats.cache_misses.values()))
 
-    def wait_and_save(self, overloads):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.5 if locked else 30.0)
-        save_index(self, overloads)
 
-    monkeypatch.setattr(IndexDataCacheFile, "_save_index", wait_and_save)
-    saves = [(kernel._cache.save_overload, *entry) for kernel in kernels for entry in kernel.overloads.items()]
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(*save) for save in saves]:
-            done.result()
-    files = kernels[0]._cache._cache_file._load_index()
-    assert both.broken == locked
-    assert len(files) == (2 if locked else 1)
+@pytest.mark.parametrize("in_turn", [True, False], ids=["in-turn", "control"])
+def test_processes_compile_a_kernel_once(in_turn, tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
+    context = multiprocessing.get_context("fork")
+    barrier, misses = context.Barrier(2), context.SimpleQueue()
+    processes = [context.Process(target=compile_kernel, args=(barrier, in_turn, misses)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    seen = misses.get() + misses.get()
+    assert seen == 2 if in_turn else seen > 2
+    again = jit.serial(total)
+    for dtype in (np.int16, np.uint16):
+        assert again(np.ones(2, dtype)) == 2.0
+    assert not sum(again.stats.cache_misses.values()) or not in_turn
