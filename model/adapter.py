@@ -139,14 +139,18 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            if not isinstance(module, Linear):
-                raise UnsupportedModelError(
-                    f"module {name!r} is PEFT's {type(module).__name__}; supported: lora.Linear"
-                )
-            # torch's activation checkpointing puts itself between
-            yield name.removeprefix(PREFIX).replace("_checkpoint_wrapped_module.", ""), module
+    def within(prefix: str, parent: nn.Module) -> Iterator[tuple[str, Any]]:
+        for name, module in parent.named_children():  # not `named_modules`: most are within a layer
+            if isinstance(module, Linear):
+                # torch's activation checkpointing puts itself between
+                yield (prefix + name).removeprefix(PREFIX).replace("_checkpoint_wrapped_module.", ""), module
+            elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+                what = f"module {prefix + name!r} is PEFT's {type(module).__name__}"
+                raise UnsupportedModelError(f"{what}; supported: lora.Linear")
+            else:
+                yield from within(f"{prefix}{name}.", module)
+
+    return within("", model)
 
 
 def _active(model: nn.Module) -> Iterator[tuple[str, Any, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -376,7 +377,7 @@ def leave_files(model: nn.Module) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """True if no value is NaN or infinite: one pass, no copies, since extremes are NaN where anything is."""
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
+    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor.detach()))
 
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:

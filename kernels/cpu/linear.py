@@ -13,7 +13,7 @@ import torch
 from numba import float32, prange
 
 from .copies import pack_panel, transpose
-from .jit import composed, inline, parallel, region, storage
+from .jit import composed, inline, own_storage, parallel, region, storage
 from .pages import new_memory
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
@@ -162,8 +162,9 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
     panels = new_memory(weight, -(-features // width), depth, width) if out is None else out
-    panels[features // width :] = 0  # the ragged last panel's other columns
-    _pack(storage(weight.contiguous()), storage(panels))
+    if features % width:
+        panels[features // width :] = 0  # the ragged last panel's other columns
+    _pack(storage(weight.contiguous()), own_storage(panels))
     return panels
 
 
@@ -176,7 +177,7 @@ def _pack(weight, panels):
 
 def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
     """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], as `linear_packed` takes it."""
-    return storage(_panels(down, None, LANES)), storage(pack(up)), float(scale)
+    return own_storage(_panels(down, None, LANES)), own_storage(pack(up)), float(scale)
 
 
 def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
