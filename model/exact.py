@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -377,7 +376,7 @@ def leave_files(model: nn.Module) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """True if no value is NaN or infinite: one pass, no copies, since extremes are NaN where anything is."""
-    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor.detach()))
+    return all(abs(extreme.item()) < torch.inf for extreme in torch.aminmax(tensor.detach()))
 
 
 def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTrainedModel:
