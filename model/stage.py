@@ -158,8 +158,7 @@ def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dic
     pieces = by_tensor(stored_pieces(model))
     found: dict[str, Tensor] = {}
     reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
-    dtype: Any = model.config.dtype
-    kept = "|".join(model._get_dtype_plan(dtype)).replace("*", ".*")  # in float32, as from_pretrained keeps it
+    kept = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")  # in float32, as from_pretrained keeps it
     for name, empty in stored_state(model).items():
         whole = torch.empty(empty.shape, dtype=torch.float32 if kept and re.search(kept, name) else empty.dtype)
         found[name] = whole
