@@ -26,6 +26,8 @@ def register() -> None:
     Runs with other engines wait for little of this: the rollouts' side is imported when verl asks for it, the trainer's
     side, which loads all of verl's FSDP code, where VERL_ENGINE_VENDOR or VERL_PLATFORM does.
     """
+    import verl  # first: a module that it imports meanwhile may import this package's, whoever came first
+
     try:
         from . import platform  # noqa: F401, I001 - first: the others ask verl for it
 
@@ -40,8 +42,6 @@ def register() -> None:
         if os.environ.get("VERL_ENGINE_VENDOR") == NAME or os.environ.get("VERL_PLATFORM") == "cpu":
             from . import trainer  # noqa: F401
     except (ImportError, AttributeError, TypeError) as error:
-        import verl
-
         problem = f"this verl is {verl.__version__}, samebits.integrations.verl needs {SUPPORTED}: {error}"
         if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] != "verl":
             problem = f"{error}: pip install 'samebits[verl]'"

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import types
 import warnings
@@ -62,6 +64,18 @@ def test_an_installed_samebits_is_a_plug_in_of_verls():
         pytest.skip("samebits is not installed here")
     entries = {e.group: e.value for e in distribution.entry_points}
     assert entries["verl.plugins"] == plugin.__name__
+
+
+@pytest.mark.parametrize("first", ["verl", "samebits.integrations.verl"])
+def test_a_module_that_verl_imports_may_take_ours_apart(first):
+    """Whichever of both a process imports first: Ray's may begin with a class of ours."""
+    modules = {"VERL_USE_EXTERNAL_MODULES": f"{plugin.__name__},helpers.verl_bent"}
+    path = os.pathsep.join([verl_runs.TESTS, *sys.path])
+    script = f"import {first}; from samebits.integrations.verl import rollout; print(rollout.Server.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | modules | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.split()[-1] == "Bent", done.stderr
 
 
 LATER = ("workers.rollout.replica", "TokenOutput"), ("utils.fs", "copy_to_local")
