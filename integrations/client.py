@@ -196,7 +196,7 @@ class Client:
     def _join(self, address: str) -> WeightGroup:
         if self._group is not None:
             self._group.close()
-        store = listening_store(address)
+        store = listening_store(address, self.timeout)
         world = 1 + self.get("/get_world_size")["world_size"]
         where = {"master_address": address, "master_port": store.port, "rank_offset": 1, "world_size": world}
         with self._posting("/init_weights_update_group", where | {"backend": "gloo"}):

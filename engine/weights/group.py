@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -170,12 +171,21 @@ class WeightGroup:
         self.close()
 
 
-def listening_store(address: str) -> dist.TCPStore:
+def listening_store(address: str, timeout: float = DEFAULT_TIMEOUT) -> dist.TCPStore:
     """Return a store that listens at a free port of this process, whose rank 0 of a group will use it.
 
-    Nobody else can take the port while the store lives.
+    Nobody else can take the port while the store lives. Raises TransferError where this process doesn't reach itself at
+    `address` within `timeout` seconds.
     """
-    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    dual = socket.has_dualstack_ipv6()
+    # ours, since torch takes a port that comes again for the one of a store that is gone
+    listener = socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
+    where: Any = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+    limit = timedelta(seconds=timeout)
+    try:
+        return dist.TCPStore(address, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True, **where)
+    except (RuntimeError, ValueError) as error:
+        raise TransferError(f"no weight group at {address!r}, which this process doesn't reach: {error}") from error
 
 
 def check_backend(backend: str) -> None:

@@ -40,10 +40,11 @@ def test_processes_compile_a_kernel_once(in_turn, tmp_path, monkeypatch):
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
     seen = misses.get() + misses.get()
     assert seen == 2 if in_turn else seen > 2
     again = jit.serial(total)
     for dtype in (np.int16, np.uint16):
         assert again(np.ones(2, dtype)) == 2.0
-    assert not sum(again.stats.cache_misses.values()) or not in_turn
+    assert not in_turn or not again.stats.cache_misses

@@ -115,6 +115,24 @@ def test_a_listening_store_keeps_its_port_for_the_group():
         group.close()
 
 
+def test_a_port_that_comes_again_serves_another_group(monkeypatch):
+    """torch keeps a note of a port's store when that is gone."""
+    port = listening_store("127.0.0.1").port
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda _, **options: create(("", port), **options))
+    store = listening_store("127.0.0.1")
+    assert store.port == port
+    with in_background(WeightGroup, "127.0.0.1", port, 1, 2) as results:
+        first = WeightGroup("127.0.0.1", port, 0, 2)
+    for group in (first, *results):
+        group.close()
+
+
+def test_an_address_that_is_not_ours_is_an_error_in_time():
+    with pytest.raises(TransferError, match=r"no weight group at 'no\.such\.host\.invalid'"):
+        listening_store("no.such.host.invalid", timeout=1)
+
+
 def test_a_rendezvous_that_nobody_comes_to_times_out():
     with in_background(WeightGroup, "127.0.0.1", free_port(), 1, 2, timeout=1) as results:
         pass
