@@ -157,8 +157,11 @@ class Backend(Protocol):
     def storage(self, tensor: Tensor) -> Any:
         """Return a tensor as `linear_packed` takes it: the same memory, made once per weight."""
 
-    def pack_low_rank(self, down: Tensor, up: Tensor, scale: float) -> Any:
-        """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], for `linear_packed`."""
+    def pack_low_rank(self, down: Tensor, up: Tensor, scale: float, out: Any = None) -> Any:
+        """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], for `linear_packed`.
+
+        out: the result of an earlier call for the same shapes and scale, whose memory may be overwritten.
+        """
 
     def linear_packed(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,13 +130,14 @@ class LowRank:
     down: Tensor
     up: Tensor
     scale: float
+    memory: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.pack()
 
     def pack(self) -> None:
         """Bring the factors into the layout that the backend's product reads fastest."""
-        self.memory = backend(self.down.device).pack_low_rank(self.down, self.up, self.scale)
+        self.memory = backend(self.down.device).pack_low_rank(self.down, self.up, self.scale, self.memory)
 
 
 @outside_modes

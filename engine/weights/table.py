@@ -129,7 +129,7 @@ def check_contract(module: nn.Module, contract: Contract) -> None:
 
     Master weights in fp32 may feed an engine of a lower dtype.
     """
-    if not any(isinstance(m, LMHead) for m in module.modules()):
+    if not isinstance(getattr(module, "get_output_embeddings", lambda: None)(), LMHead):
         raise NumericsError(
             f"{type(module).__name__} is not from samebits.trainer.exact_model, so its log-probs would differ from the "
             "rollouts'. To take its weights all the same, give module.state_dict().items()"

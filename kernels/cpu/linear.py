@@ -13,7 +13,7 @@ import torch
 from numba import float32, prange
 
 from .copies import pack_panel, transpose
-from .jit import composed, inline, own_storage, parallel, region, storage
+from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
@@ -22,29 +22,41 @@ NO_LOW_RANK = np.empty((0, 0, LANES), np.float32), np.empty((0, 0, PANEL), np.fl
 LowRank = tuple[np.ndarray, np.ndarray, float]  # what `pack_low_rank` gives
 _LIKE = {dtype: storage(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _ZERO = float32(0.0)
-_ROWS = 64  # of a low-rank update's inner product, that a thread computes at a time
+_ROWS = 16  # of a low-rank update's inner product, that a thread computes at a time
 
 
 @inline
-def panel_product(x, panel, panel_index, bias, out, following):
-    """Compute a panel of bias + x @ weight.T.
+def _panel_sums(x, panel, panel_index, bias, features, following):
+    """Return a panel of bias + x @ weight.T, fp32 [rows, PANEL], zero beyond the weight's features.
 
     following: the panel that comes next, to fetch it meanwhile.
     """
     rows, depth = x.shape
     first = panel_index * PANEL
-    count = min(PANEL, out.shape[1] - first)
-    sums = np.zeros((rows, PANEL), np.float32)  # side by side: rows of `out` may lie in the same sets of a cache
+    sums = np.zeros((rows, PANEL), np.float32)  # side by side: rows of an output may lie in the same sets of a cache
     if bias.size:
         for r in range(rows):
-            for j in range(count):
+            for j in range(min(PANEL, features - first)):
                 sums[r, j] = widen(bias[first + j])
     source, address, like, ahead = x.ctypes.data, panel.ctypes.data, panel[0, 0], following.ctypes.data
     blocked_panel(source, depth, address, like, PANEL, depth, sums.ctypes.data, PANEL, rows, ahead)
-    for r in range(rows):
+    return sums
+
+
+@inline
+def _put_panel(sums, panel_index, out):
+    first = panel_index * PANEL
+    count = min(PANEL, out.shape[1] - first)
+    for r in range(sums.shape[0]):
         part = out[r, first : first + count]
         for j in range(count):
             part[j] = sums[r, j]
+
+
+@inline
+def panel_product(x, panel, panel_index, bias, out, following):
+    """Compute a panel of bias + x @ weight.T; see `_panel_sums`."""
+    _put_panel(_panel_sums(x, panel, panel_index, bias, out.shape[1], following), panel_index, out)
 
 
 @inline
@@ -59,31 +71,25 @@ def _low_rank_rows(x, down, first, rows, inner):
 
 
 @inline
-def _add_scaled(update, scale, like, out):
-    """Round a row of `out` to the dtype of the element `like`, and add scale * update to it."""
-    for j in range(out.size):
-        out[j] = widen(narrow(out[j], like)) + scale * update[j]
-
-
-@inline
-def _add_low_rank(inner, up, p, scale, like, out):
-    """Round a panel of `out` to the dtype of the element `like`, and add scale * (inner @ up.T) to it."""
+def _add_low_rank(inner, up, p, scale, like, sums):
+    """Round a panel of sums to the dtype of the element `like`, and add scale * (inner @ up.T) to it."""
     rows, width = inner.shape
-    first = p * PANEL
     update = np.zeros((rows, PANEL), np.float32)
     source, panel = inner.ctypes.data, up[p].ctypes.data
     ahead = up[min(p + 1, up.shape[0] - 1)].ctypes.data
     blocked_panel(source, width, panel, _ZERO, PANEL, up.shape[1], update.ctypes.data, PANEL, rows, ahead)
-    for r in range(rows):
-        _add_scaled(update[r], scale, like, out[r, first : first + PANEL])
+    flat_sums, flat_update = sums.reshape(sums.size), update.reshape(update.size)
+    for i in range(flat_sums.size):
+        flat_sums[i] = widen(narrow(flat_sums[i], like)) + scale * flat_update[i]
 
 
 @inline
 def _packed_product(x, panels, p, bias, out, inner, up, scale, like):
     """Compute panel p of bias + x @ weight.T, and of its low-rank update where there is one."""
-    panel_product(x, panels[p], p, bias, out, panels[min(p + 1, panels.shape[0] - 1)])
+    sums = _panel_sums(x, panels[p], p, bias, out.shape[1], panels[min(p + 1, panels.shape[0] - 1)])
     if up.shape[0]:
-        _add_low_rank(inner, up, p, float32(scale), like, out)
+        _add_low_rank(inner, up, p, float32(scale), like, sums)
+    _put_panel(sums, p, out)
 
 
 @region
@@ -156,28 +162,34 @@ def _linear_resume(x, weight, out):
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a weight [features, depth] as [panels, depth, PANEL], zero-padded, of its dtype; in `out` if given."""
-    return _panels(weight, out, PANEL)
-
-
-def _panels(weight: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     features, depth = weight.shape
-    panels = new_memory(weight, -(-features // width), depth, width) if out is None else out
-    if features % width:
-        panels[features // width :] = 0  # the ragged last panel's other columns
+    panels = new_memory(weight, -(-features // PANEL), depth, PANEL) if out is None else out
     _pack(storage(weight.contiguous()), own_storage(panels))
     return panels
 
 
-@parallel
+@elementwise
 def _pack(weight, panels):
     width = panels.shape[2]
+    if weight.shape[0] % width:
+        panels[weight.shape[0] // width :] = 0  # the ragged last panel's other columns
     for p in prange(panels.shape[0]):
         transpose(weight[p * width : (p + 1) * width], panels[p])
 
 
-def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], as `linear_packed` takes it."""
-    return own_storage(_panels(down, None, LANES)), own_storage(pack(up)), float(scale)
+def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float, out: LowRank | None = None) -> LowRank:
+    """Return scale * up(down(x)), down fp32 [rank, depth] and up fp32 [features, rank], as `linear_packed` takes it.
+
+    out: the result of an earlier call for the same shapes and scale; it is overwritten and returned.
+    """
+    if out is None:
+        rank, depth = down.shape
+        down_panels = down.new_empty(-(-rank // LANES), depth, LANES)  # by torch: numpy aligns to less than a vector
+        up_panels = up.new_empty(-(-len(up) // PANEL), rank, PANEL)
+        out = own_storage(down_panels), own_storage(up_panels), float(scale)
+    _pack(own_storage(down.contiguous()), out[0])
+    _pack(own_storage(up.contiguous()), out[1])
+    return out
 
 
 def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

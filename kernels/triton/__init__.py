@@ -6,6 +6,7 @@ Nothing here waits for the GPU. Kernels are compiled at their first use, once pe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +119,9 @@ def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return packed[rows]
 
 
-def pack_low_rank(down: torch.Tensor, up: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+def pack_low_rank(
+    down: torch.Tensor, up: torch.Tensor, scale: float, out: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the factors as they are, and the scale."""
     return down, up, scale
 

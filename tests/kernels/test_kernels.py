@@ -144,7 +144,10 @@ def test_a_low_rank_update_in_one_launch_has_the_bits_of_its_steps(dtype, rank):
     updates: list = [ops.LowRank(torch.randn(rank, 100), torch.randn(n, rank), 1.7) for n in features]
     updates[rank % 3] = None
     packed = [ops.PackedWeight.pack(w) for w in weights]
-    for rows in (1, 8, 9, 300):
+    for rows in (1, 8, 17, 300):
+        for update in filter(None, updates):  # others in the same memory, once not contiguous
+            update.down, update.up = torch.randn(rank, 100), torch.randn(rank, len(update.up)).T
+            update.pack()
         x = wide(rows, 100).to(dtype)
         outs = ops.linears(x, packed, biases, updates)
         for out, weight, bias, update in zip(outs, weights, biases, updates, strict=True):
