@@ -1,5 +1,6 @@
 """Experts and a model's own functions on GPUs, interpreted: bits under every schedule, values and gradients by fp64."""
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -13,9 +14,12 @@ from samebits.kernels import ops
 from samebits.kernels import triton as kernels
 from samebits.kernels.exact_mode import ExactMode
 from samebits.kernels.triton.schedules import Tile
+from samebits.trainer import exact_model
 
 from helpers.experts import EPS, FREE, ROWS, UNARY, check_by_fp64_twice, layer, packed
 from helpers.interpreter import interpreted
+from helpers.moe import save_tiny_moe
+from helpers.schedules import check_results, random_requests, run_schedule
 
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -116,3 +120,19 @@ def test_the_halves_of_a_row_have_the_bits_of_gated_activation():
     gate, up = both.chunk(2, -1)
     for name in kernels.ACTIVATIONS:
         assert torch.equal(kernels.gated_halves(both, name), kernels.gated_activation(gate, up, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "float32"), ("glm4_moe", "bfloat16")])
+def test_no_schedule_changes_a_bit_of_a_mixture(tmp_path, family, dtype):
+    """The engine's property test, each product and expert with a random tile: routers by softmax and by sigmoid with a
+    bias, groups and a shared expert."""
+    extra = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+    path = save_tiny_moe(tmp_path / family, family, vocab_size=257, num_hidden_layers=1, eos_token_id=2, **extra)
+    model, rng = exact_model(path, dtype), random.Random(family)
+    requests = [
+        (prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, 4)))
+        for prompt, params in random_requests(rng, 257, 3, 40)
+    ]
+    results, _ = run_schedule(path, dtype, rng, requests, [model])
+    check_results([model], requests, results)
