@@ -24,9 +24,10 @@ from .checkpoint import CheckpointError, check_json_size, manifest, resolve
 from .coverage import cover_rest
 from .experts import is_experts, use_exact_experts
 from .families import TESTED
+from .layers import other_part
 from .linear import ExactLinear, UnsupportedModelError
 from .packing import packing
-from .paged import group_size, head_dim, plain_call, random_input
+from .paged import group_size, head_dim, plain_call, random_input, takes_tokens
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
@@ -242,6 +243,8 @@ def _check(model: PreTrainedModel) -> None:
     check.batches()
     if check.head is not None:
         check.plain()
+    if takes_tokens(model) and model.config.num_hidden_layers > 1 and other_part(model) is None:
+        check.stages()
 
 
 @torch.no_grad()

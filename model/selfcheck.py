@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
+from .layers import keep_layers
 from .linear import UnsupportedModelError
 from .paged import group_size, hidden_states, new_kv_caches, plain_call, random_input
 
@@ -102,6 +103,22 @@ class SelfCheck:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not covered: an engine's lm_head gives other logits"
             )
+
+    @torch.no_grad()
+    def stages(self) -> None:
+        """Compare with the model's halves one after the other, as stages of a pipeline run them."""
+        base: Any = self.model.base_model
+        norm, count = base.norm, self.model.config.num_hidden_layers
+        hidden = self.given
+        for layers in ((0, count // 2), (count // 2, count)):
+            undo = keep_layers(self.model, layers)
+            try:
+                base.norm = norm if layers[1] == count else nn.Identity()
+                hidden = hidden_states(self.model, hidden, self.layout)
+            finally:
+                base.norm = norm
+                undo()
+        self._compare(hidden, "its halves one after the other, as stages of a pipeline, differ from the whole")
 
     @torch.no_grad()
     def plain(self) -> None:

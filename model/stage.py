@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
 from .exact import check_config, check_structure, load_config, parse_dtype, prepare
+from .layers import Layers, keep_layers, other_part
 from .linear import UnsupportedModelError
 from .stored import by_tensor, stored_pieces, stored_state
 
-Layers = tuple[int, int]  # from, up to
-_PARTS = {"embed_tokens", "layers", "norm"}
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -87,7 +86,9 @@ def stage_model(
             config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
         )
     check_structure(model)
-    _check_divisible(model)
+    other = other_part(model)
+    if other is not None:
+        raise UnsupportedModelError(f"pipeline stages of {type(model).__name__}: no stage is known for {other!r}")
     keep_layers(model, layers)
     fill_tables(model)
     base = model.base_model
@@ -100,46 +101,6 @@ def stage_model(
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight
     return prepare(model.to(device).eval(), path, exact)
-
-
-def _check_divisible(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where something else has weights than embedding, layers, norm and lm_head."""
-    for parent, known in ((model, {model.base_model_prefix, "lm_head"}), (model.base_model, _PARTS)):
-        for name, child in parent.named_children():
-            if name not in known and next(child.parameters(), None) is not None:
-                raise UnsupportedModelError(
-                    f"pipeline stages of {type(model).__name__}: no stage is known for {name!r}"
-                )
-
-
-def keep_layers(model: PreTrainedModel, layers: Layers) -> None:
-    """Leave these layers of a model alone, numbered from 0; where they aren't the first, they take hidden states."""
-    base: Any = model.base_model
-    config: Any = model.config
-    base.layers = base.layers[slice(*layers)]
-    count = config.num_hidden_layers
-    for name, values in list(vars(config).items()):
-        if "layer" in name and isinstance(values, list | tuple) and len(values) == count:  # one for each
-            setattr(config, name, values[slice(*layers)])
-    config.num_hidden_layers = layers[1] - layers[0]
-    for module in base.layers.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            module.layer_idx -= layers[0]
-    model.first_layer = layers[0]  # type: ignore[assignment]
-    if layers[0]:
-        base.register_forward_pre_hook(_keep_given, with_kwargs=True)
-        base.layers[0].register_forward_pre_hook(functools.partial(_enter, base), with_kwargs=True)
-
-
-def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    base.given = kwargs["inputs_embeds"]
-
-
-def _enter(base: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Give a stage's first layer what the stage was given: the model's code may have scaled it, as embeddings."""
-    own = args[0] if args else kwargs["hidden_states"]
-    assert own.shape == base.given.shape, "a stage takes packed hidden states, [1, T, H]"
-    return (base.given, *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def fill_tables(model: PreTrainedModel) -> None:

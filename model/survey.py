@@ -16,9 +16,10 @@ from .coverage import UnderMode
 from .exact import check_config, check_structure, exact_model, load_config, make_exact, parse_dtype
 from .experts import is_experts
 from .families import TESTED
+from .layers import keep_layers
 from .linear import ExactLinear, UnsupportedModelError
 from .roles import ExactMLP, ExactRMSNorm, ExactRotary
-from .stage import fill_tables, keep_layers
+from .stage import fill_tables
 
 
 @dataclass(frozen=True)

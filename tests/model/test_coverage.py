@@ -129,6 +129,39 @@ def test_a_model_with_an_uncovered_op_is_refused_and_left_as_it_was(checkpoint, 
     assert model.config._attn_implementation == "sdpa"
 
 
+def numbered(model):
+    """Its layers depend on their number, which counts from 0 in a stage."""
+    for layer in model.model.layers:
+        layer.mlp = Changed(layer.mlp, lambda x, of=layer.self_attn: x * 2.0**of.layer_idx)
+
+
+def doubled(model):
+    """It does something after its last layer, whichever that is."""
+
+    def change(module, args, out):
+        out.last_hidden_state = out.last_hidden_state * 2
+
+    model.model.register_forward_hook(change)
+
+
+def counted(model):
+    """Its layers depend on how many there are."""
+    for layer in model.model.layers:
+        layer.mlp = Changed(layer.mlp, lambda x: x * 2.0**-model.config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("change", [numbered, doubled, counted])
+def test_a_model_whose_stages_would_compute_something_else_is_refused_and_left_as_it_was(checkpoint, change):
+    model = plain(checkpoint("llama"))
+    change(model)
+    before = dict(vars(model.config)), [*model.model.layers], model.model.norm, len(model.model._forward_pre_hooks)
+    with pytest.raises(UnsupportedModelError, match="as stages of a pipeline"):
+        make_exact(model)
+    after = dict(vars(model.config)), [*model.model.layers], model.model.norm, len(model.model._forward_pre_hooks)
+    assert after == before
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [*range(len(model.model.layers))]
+
+
 EXACT = {
     "relu": lambda x: x.relu(),
     "sigmoid": torch.sigmoid,
