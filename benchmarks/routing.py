@@ -1,13 +1,17 @@
-"""What rollout routing replay would remove, for exact rollouts and for transformers' `generate`, on a random mixture.
+"""What rollout routing replay would remove, for exact rollouts and for other engines', on a random mixture.
 
-usage: python benchmarks/routing.py [--prompts 24] [--tokens 64]
+usage: python benchmarks/routing.py [--prompts 24] [--tokens 64] [--peers hf vllm] [--json FILE]
+
+hf: transformers' `generate`, batched. vllm: its CPU build, by the interpreter that VLLM_PYTHON names.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
+import subprocess
 import tempfile
 from collections.abc import Iterator
 
@@ -72,11 +76,23 @@ def generated(folder: pathlib.Path, dtype: str, prompts: list[list[int]], tokens
         yield Rollout(ids.numpy(), values.double().numpy(), np.array(prompt), routed_experts=routed.numpy())
 
 
+def write_vllm(file: pathlib.Path, folder: pathlib.Path, dtype: str, prompts: list[list[int]], tokens: int) -> None:
+    """Rollouts of vLLM, in a process of its own."""
+    job = file.with_suffix(".job")
+    job.write_text(json.dumps({"model": str(folder), "dtype": dtype, "prompts": prompts, "tokens": tokens}))
+    script = pathlib.Path(__file__).with_name("run_vllm_routing.py")
+    command = [os.environ["VLLM_PYTHON"], str(script), str(job), str(file)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--peers", nargs="*", default=["hf"], choices=["hf", "vllm"])
+    parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
+    rows = []
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, SIZES["vocab_size"], (args.prompts, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as name:
@@ -84,11 +100,18 @@ def main() -> None:
         make_model(folder / "model")
         for dtype in ("float32", "bfloat16"):
             trainer = exact_model(folder / "model", dtype)
-            for engine, make in (("samebits", exact_rollouts), ("generate", generated)):
+            for engine in ("samebits", *args.peers):
                 file = folder / f"{engine}-{dtype}.jsonl"
-                write_rollouts(file, make(folder / "model", dtype, prompts, args.tokens))
+                job = folder / "model", dtype, prompts, args.tokens
+                if engine == "vllm":
+                    write_vllm(file, *job)
+                else:
+                    write_rollouts(file, {"samebits": exact_rollouts, "hf": generated}[engine](*job))
                 found = mismatch.diagnose(file, trainer, SamplingParams(), use_tqdm=False).replay
-                print(json.dumps({"engine": engine, "dtype": dtype, **(found or {})}), flush=True)
+                rows.append({"engine": engine, "dtype": dtype, **(found or {})})
+                print(json.dumps(rows[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
