@@ -1,8 +1,9 @@
 """What drafts save in training: two runs of one task, with suffix drafts and without, whose steps take turns.
 
-python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | FILE.jsonl] [--chat]
+python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | words | FILE.jsonl] [--chat]
 
-MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`.
+MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`;
+`words`, sums told in words, are for a model that talks (`smollm2 --task words --chat`).
 The curves are compared as bits. Printed: rollout seconds of the steps at which more than half of the answers were
 right, and seconds of validations with fixed seeds, each ten updates after the one before it. Both engines warm up
 first, and which run begins alternates.
@@ -11,15 +12,44 @@ first, and which run begins alternates.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 
 from samebits import LLM, SamplingParams
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
+from samebits.trainer.rl.tasks import GeneratedTask, MathGrader, Problem, Task
 
 GAP = 10  # updates between validations
 
 Pair = tuple[float, float]  # seconds without drafts, and with them
+
+
+class Words(GeneratedTask):
+    """Sums told in words, answered in free text of which the last number counts."""
+
+    def __init__(self, num_problems: int | None = None):
+        super().__init__(num_problems=num_problems)
+        self.grader = MathGrader()
+
+    def draw(self, rng: random.Random) -> Problem:
+        """Two small numbers of things, and their sum."""
+        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        name = rng.choice(("Anna", "Ben", "Lily", "Max", "Nora", "Tom"))
+        things = rng.choice(("apples", "books", "coins", "pens", "shells", "stamps"))
+        question = f"{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?"
+        return Problem(question, str(a + b))
+
+    def reward(self, problem: Problem, text: str) -> float:
+        """1 for the right sum, else 0."""
+        return float(self.grader.equal(problem.answer, text))
+
+
+def task(args: argparse.Namespace) -> Task:
+    """The task by its name."""
+    if args.task == "words":
+        return Words(args.num_problems)
+    return make_task(args.task, **({} if args.task.endswith(".jsonl") else {"num_problems": args.num_problems}))
 
 
 def trainer(args: argparse.Namespace, drafts: bool) -> Trainer:
@@ -27,7 +57,6 @@ def trainer(args: argparse.Namespace, drafts: bool) -> Trainer:
     engine: dict = {"kv_cache_memory_bytes": args.kv_cache_mib << 20}
     if drafts:
         engine["speculative_config"] = {"method": "suffix", "num_speculative_tokens": args.num_speculative_tokens}
-    options = {} if args.task.endswith(".jsonl") else {"num_problems": args.num_problems}
     config = TrainConfig(
         model=args.model,
         steps=args.steps,
@@ -38,7 +67,7 @@ def trainer(args: argparse.Namespace, drafts: bool) -> Trainer:
         sampling=SamplingParams(max_tokens=args.max_tokens),
         engine=engine,
     )
-    return Trainer(config, make_task(args.task, **options))
+    return Trainer(config, task(args))
 
 
 def validate(one: Trainer, count: int, temperature: float) -> tuple[float, float]:
