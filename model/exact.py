@@ -243,8 +243,8 @@ def _check(model: PreTrainedModel) -> None:
     check.batches()
     if check.head is not None:
         check.plain()
-    if takes_tokens(model) and model.config.num_hidden_layers > 1 and other_part(model) is None:
-        check.stages()
+        if takes_tokens(model) and other_part(model) is None:
+            check.stages()
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 Layers = tuple[int, int]  # from, up to
@@ -22,41 +24,56 @@ def other_part(model: PreTrainedModel) -> str | None:
     return None
 
 
-def keep_layers(model: PreTrainedModel, layers: Layers) -> Callable[[], None]:
+def keep_layers(model: PreTrainedModel, layers: Layers) -> list[RemovableHandle]:
     """Leave these layers of a model alone, numbered from 0; where they aren't the first, they take hidden states.
 
-    Returns a function that undoes it.
+    Returns the hooks by which they do.
     """
     base: Any = model.base_model
     config: Any = model.config
-    whole, settings, hooks = base.layers, dict(vars(config)), []
-    base.layers = whole[slice(*layers)]
+    base.layers = base.layers[slice(*layers)]
     count = config.num_hidden_layers
-    for name, values in settings.items():
+    for name, values in list(vars(config).items()):
         if "layer" in name and isinstance(values, list | tuple) and len(values) == count:  # one for each
             setattr(config, name, values[slice(*layers)])
     config.num_hidden_layers = layers[1] - layers[0]
-    numbered = [m for m in base.layers.modules() if isinstance(getattr(m, "layer_idx", None), int)]
-
-    def shift(by: int) -> None:
-        for module in numbered:
-            module.layer_idx += by
-
-    shift(-layers[0])
+    for module in _numbered(base.layers):
+        module.layer_idx -= layers[0]
     model.first_layer = layers[0]  # type: ignore[assignment]
-    if layers[0]:
-        hooks.append(base.register_forward_pre_hook(_keep_given, with_kwargs=True))
-        hooks.append(base.layers[0].register_forward_pre_hook(functools.partial(_enter, base), with_kwargs=True))
+    if not layers[0]:
+        return []
+    enter = functools.partial(_enter, base)
+    return [
+        base.register_forward_pre_hook(_keep_given, with_kwargs=True),
+        base.layers[0].register_forward_pre_hook(enter, with_kwargs=True),
+    ]
 
-    def undo() -> None:
-        base.layers = whole
-        vars(config).update(settings)
-        shift(layers[0])
-        model.first_layer = 0  # type: ignore[assignment]
+
+def _numbered(layers: nn.Module) -> list[Any]:
+    return [module for module in layers.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+
+
+@contextmanager
+def as_stage(model: PreTrainedModel, layers: Layers) -> Iterator[None]:
+    """Have a whole model compute as the stage of these layers for a while, without the norm if they aren't the last."""
+    base: Any = model.base_model
+    whole, norm, settings = base.layers, base.norm, dict(vars(model.config))
+    numbers = [(module, module.layer_idx) for module in _numbered(whole)]
+    hooks: list[RemovableHandle] = []
+    try:
+        hooks = keep_layers(model, layers)
+        if layers[1] < len(whole):
+            base.norm = nn.Identity()
+        yield
+    finally:
+        base.layers, base.norm = whole, norm
+        vars(model.config).update(settings)
+        for module, number in numbers:
+            module.layer_idx = number
+        vars(model).pop("first_layer", None)
+        vars(base).pop("given", None)
         for hook in hooks:
             hook.remove()
-
-    return undo
 
 
 def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
