@@ -79,19 +79,24 @@ def with_banned_tokens(rng, prompt, params):
     ("dtype", "stages"), [("float32", 1), ("float32", 2), pytest.param("bfloat16", 2, marks=pytest.mark.slow)]
 )
 def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
+    """In so many schedules, and more until there were preemptions, prefix hits and samples of two versions."""
     path, models = two_versions(checkpoint, "qwen3", dtype, vocab_size=VOCAB)
-    drafted = accepted = 0
-    for case in range(cases):
+    drafted = accepted = preemptions = hits = mixed = 0
+    for case in range(24):
+        if case >= cases and preemptions and hits and mixed:
+            break
         rng = random.Random(f"{drafter}-{dtype}-{stages}-{case}")
         requests = [with_banned_tokens(rng, *request) for request in random_requests(rng, VOCAB, 5, 30)]
         settings = {"speculative_config": speculative_config(drafter, path, models, requests, rng)}
         if stages > 1:
             settings |= {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": rng.randint(1, 3)}
         results, llm = run_schedule(path, dtype, rng, requests, models, **settings)
-        check_results(models, requests, results)
+        mixed += check_results(models, requests, results)
         drafted += llm.stats().draft_tokens
         accepted += llm.stats().accepted_tokens
-    assert drafted
+        preemptions += llm.stats().preemptions
+        hits += llm.stats().prefix_hit_tokens
+    assert drafted and preemptions and hits and mixed, "the schedules exercised nothing"
     assert accepted or not drafter.startswith("right")
 
 
