@@ -83,3 +83,14 @@ def test_two_hundred_steps_learn_to_sort_within_a_quarter_of_an_hour(tmp_path):
     rewards = [row["reward"] for row in rows]
     assert rewards[0] < 0.3 and max(sum(rewards[i : i + 10]) / 10 for i in range(190)) > 0.8
     assert time.monotonic() - begin < 900
+
+
+@pytest.mark.slow
+def test_a_tiny_mixture_of_experts_learns(tmp_path):
+    options = ("--model", "tiny-moe", "--task", "sorting", "--max-tokens", 10, "--steps", 32, "--evaluate-every", 0)
+    run = train(*options, "--output-dir", tmp_path, threads=None, timeout=1200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    rows = read_log(tmp_path / "log.jsonl")
+    assert len(rows) == 32 and all(row["max_difference"] == 0 and row["compared_tokens"] for row in rows)
+    rewards = [row["reward"] for row in rows]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05

@@ -40,10 +40,14 @@ EXACT = {  # metrics of a step whose rollouts are on policy, and what they are, 
 
 def prepare(folder: pathlib.Path, family: str = "qwen2", rows: int = 16, **overrides) -> pathlib.Path:
     """Make a tiny model with a tokenizer, a dataset and a reward in a folder."""
-    model = folder / "model"
+    prepare_data(folder, rows)
+    return prepare_model(folder / "model", family, **overrides)
+
+
+def prepare_model(model: pathlib.Path, family: str, **overrides) -> pathlib.Path:
+    """Make a tiny model with a tokenizer."""
     make_checkpoint(model, family, initializer_range=0.05, **overrides)
     add_tokenizer(model)
-    prepare_data(folder, rows)
     return model
 
 

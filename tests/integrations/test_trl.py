@@ -689,6 +689,18 @@ def test_two_ranks_are_exact_and_sample_what_one_does(path, tmp_path, kind, worl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
+def test_a_mixture_of_experts_on_two_ranks_is_exact_and_repeats(tmp_path, world):
+    path = save_tiny_moe(tmp_path / "model", "qwen3_moe", vocab_size=300)
+    add_tokenizer(path, vocab_size=300)
+    wrapped = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3MoeDecoderLayer"}
+    runs = [run_in(world, tmp_path, "grpo", path, wrapped, router_aux_loss_coef=0.1) for _ in range(2)]
+    assert trl_run.ratios(runs[0]) == {1.0}
+    assert all(entry["aux_loss"] > 1.9 for entry in runs[0]["logs"])
+    assert curve(runs[0]) == curve(runs[1]) and runs[0]["weights"] == runs[1]["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_tool_loop_on_two_ranks_is_exact_and_repeats(path, tmp_path, world):
     runs = [run_in(world, tmp_path, "grpo", path, tools=True) for _ in range(2)]
     assert trl_run.ratios(runs[0]) == {1.0}

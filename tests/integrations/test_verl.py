@@ -832,6 +832,12 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
 
 
 @pytest.mark.slow
+def test_a_mixture_of_experts_is_exact(folder):
+    model = verl_runs.prepare_model(folder / "mixture", "qwen3_moe", vocab_size=512)
+    assert_exact(train(folder, "mixture", model=model, ranks=2), 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "fp32"), ("float16", "fp16")])
 def test_other_dtypes_are_exact_where_both_sides_have_them(folder, dtype, name):
     precision = f"{{param_dtype: {name}, reduce_dtype: fp32, buffer_dtype: fp32}}"
