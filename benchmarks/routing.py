@@ -1,6 +1,6 @@
 """What rollout routing replay would remove, for exact rollouts and for other engines', on a random mixture.
 
-usage: python benchmarks/routing.py [--prompts 24] [--tokens 64] [--peers hf vllm] [--json FILE]
+usage: python benchmarks/routing.py [--model small mixture] [--prompts 24] [--tokens 64] [--peers hf vllm] [--json FILE]
 
 hf: transformers' `generate`, batched. vllm: its CPU build, by the interpreter that VLLM_PYTHON names.
 """
@@ -8,6 +8,7 @@ hf: transformers' `generate`, batched. vllm: its CPU build, by the interpreter t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -31,6 +32,8 @@ SIZES = {
     "norm_topk_prob": True, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+MIXTURE = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "max_position_embeddings": 2048}
+MODELS: dict[str, dict[str, object]] = {"small": {}, "mixture": MIXTURE}  # of 110 M parameters
 
 
 def make_model(folder: pathlib.Path, **sizes: object) -> None:
@@ -87,6 +90,7 @@ def write_vllm(file: pathlib.Path, folder: pathlib.Path, dtype: str, prompts: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["small"], choices=MODELS)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--peers", nargs="*", default=["hf"], choices=["hf", "vllm"])
@@ -96,9 +100,10 @@ def main() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, SIZES["vocab_size"], (args.prompts, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        make_model(folder / "model")
-        for dtype in ("float32", "bfloat16"):
+        for model, dtype in itertools.product(args.model, ("float32", "bfloat16")):
+            folder = pathlib.Path(name, model)
+            if not folder.exists():
+                make_model(folder / "model", **MODELS[model])
             trainer = exact_model(folder / "model", dtype)
             for engine in ("samebits", *args.peers):
                 file = folder / f"{engine}-{dtype}.jsonl"
@@ -108,7 +113,7 @@ def main() -> None:
                 else:
                     write_rollouts(file, {"samebits": exact_rollouts, "hf": generated}[engine](*job))
                 found = mismatch.diagnose(file, trainer, SamplingParams(), use_tqdm=False).replay
-                rows.append({"engine": engine, "dtype": dtype, **(found or {})})
+                rows.append({"model": model, "engine": engine, "dtype": dtype, **(found or {})})
                 print(json.dumps(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

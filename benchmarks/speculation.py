@@ -1,6 +1,6 @@
 """What drafts save: steps and seconds with and without speculation, on SmolLM2, with every result compared as bits.
 
-python benchmarks/speculation.py [--driver] [--plot docs/speculation.png]
+python benchmarks/speculation.py [--json FILE] [--driver] [--plot docs/speculation.png]
 
 --driver: instead, the time that drafting takes of a step of 64 sequences. --plot: instead, a plot of tokens a step and
 sequence against the share of right drafts, of a drafter that knows the answers and is right that often.
@@ -155,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="suffix", choices=("suffix", "ngram"))
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--driver", action="store_true")
     parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
@@ -172,11 +173,13 @@ def main() -> None:
             llm.close()
         return
     drafting = LLM("smollm2", **settings, speculative_config={"method": args.method})
-    compare(plain, drafting, LLM("smollm2", **settings), questions, args.tokens)
+    rows = compare(plain, drafting, LLM("smollm2", **settings), questions, args.tokens)
+    if args.json:
+        args.json.write_text(json.dumps({"method": args.method, "tokens": args.tokens, "rows": rows}, indent=2) + "\n")
 
 
-def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) -> None:
-    """Run each workload on two engines, which begin in turn; of several rounds the median ratio is printed.
+def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) -> list[dict]:
+    """Run each workload on two engines, which begin in turn; print and return means, and the rounds' median ratio.
 
     twin: an engine without drafts, too, whose ratio shows what the machine's noise is.
     """
@@ -187,7 +190,7 @@ def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) 
     workloads = (  # in this order: later ones find the rollouts of earlier ones
         ("new prompts, T=1", [questions], 1.0, 1, 2),
         ("the same seeds again, T=1", [questions], 1.0, 1, 2),
-        ("other seeds, T=1", [questions] * ROUNDS, 1.0, 2, 2),
+        ("other seeds, T=1", [questions] * CLOSE_ROUNDS, 1.0, 2, 2),
         ("other seeds, T=0.6", [questions] * ROUNDS, 0.6, 3, 2),
         ("one greedy stream that copies", streams, 0.0, 4, 1),
         ("one greedy stream that edits JSON", edits, 0.0, 4, 1),
@@ -196,6 +199,7 @@ def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) 
     )
     for llm in (plain, drafting, twin):
         generate(llm, noise(-1), [SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)] * 2)
+    rows: list[dict] = []
     print("| workload | rounds | steps | with drafts | seconds | with drafts | ratio |\n|---|---|---|---|---|---|---|")
     for place, (name, rounds, temperature, seed, n) in enumerate(workloads):
         other = twin if rounds is control else drafting
@@ -217,6 +221,10 @@ def compare(plain: LLM, drafting: LLM, twin: LLM, questions: list, tokens: int) 
             f"| {name} | {len(rounds)} | {steps:.0f} | {fewer:.0f} | {seconds:.2f} | {less:.2f} | {ratio:.2f} |",
             flush=True,
         )
+        values = {"steps": steps, "steps_with_drafts": fewer, "seconds": seconds, "seconds_with_drafts": less}
+        rows.append({"workload": name, "rounds": len(rounds), **{k: round(v, 3) for k, v in values.items()}})
+        rows[-1]["ratios"] = [round(row[3] / row[1], 3) for row in found]
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What drafts save in training: two runs of one task, with suffix drafts and without, whose steps take turns.
 
-python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | words | FILE.jsonl] [--chat]
+python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | words | FILE.jsonl] [--chat] [--json FILE]
 
 MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`;
 `words`, sums told in words, are for a model that talks (`smollm2 --task words --chat`).
@@ -12,6 +12,8 @@ first, and which run begins alternates.
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 import random
 import statistics
 import time
@@ -97,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--validation", type=int, default=64, help="problems; 0: none")
     parser.add_argument("--kv-cache-mib", type=int, default=400)
+    parser.add_argument("--json", type=pathlib.Path)
     return parser.parse_args()
 
 
@@ -136,26 +139,31 @@ def main() -> None:
     checks: dict[float, list[Pair]] = {0.0: [], 1.0: []} if args.validation else {}
     for temperature in checks:  # the first answers to draft from
         validate_both(args, runs, temperature, 0)
-    better: list[Pair] = []
+    rewards: list[float] = []
+    rollouts: list[Pair] = []
     for step in range(args.steps):
         found = {name: runs[name].step() for name in in_turn(runs, step)}
         assert without_times(found["with"]) == without_times(found["without"]), "a draft changed a bit"
         pair = found["without"]["rollout_seconds"], found["with"]["rollout_seconds"]
         reward = found["with"]["reward"]
         print(f"step {step}: reward {reward:.3f}, rollout {pair[0]:.2f} s, with drafts {pair[1]:.2f} s", flush=True)
-        if reward > 0.5:
-            better.append(pair)
+        rewards.append(reward)
+        rollouts.append(pair)
         if step % GAP == GAP - 1:
             for temperature, pairs in checks.items():
                 pairs.append(validate_both(args, runs, temperature, step // GAP))
                 print(f"validation after {step + 1} updates, T={temperature:g}: {summary(pairs[-1:])}", flush=True)
     stats = runs["with"].llm.stats()
     print(f"{stats.draft_tokens} tokens drafted, {stats.accepted_tokens} accepted; all curves equal as bits")
+    better = [pair for pair, reward in zip(rollouts, rewards, strict=True) if reward > 0.5]
     if better:
         print(f"rollouts above one half: {summary(better)}")
     for temperature, pairs in checks.items():
         if pairs:
             print(f"validations, T={temperature:g}: {summary(pairs)}")
+    if args.json:
+        found = {"arguments": vars(args), "rewards": rewards, "rollout_seconds": rollouts, "validation_seconds": checks}
+        args.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from routing import make_model
+from routing import MIXTURE, make_model
 from tqdm import tqdm
 from transformers import AutoConfig
 
@@ -31,7 +31,6 @@ from samebits.cli.bench import WORKLOADS
 from samebits.model import resolve
 
 HERE = pathlib.Path(__file__).parent
-MIXTURE = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "max_position_embeddings": 2048}
 
 
 def commands(job: str, peers: list[str]) -> dict[str, list[str]]:
