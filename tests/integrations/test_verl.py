@@ -833,7 +833,7 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_is_exact(folder):
-    model = verl_runs.prepare_model(folder / "mixture", "qwen3_moe", vocab_size=512)
+    model = verl_runs.prepare_model(folder / "mixture", "olmoe", vocab_size=512)
     assert_exact(train(folder, "mixture", model=model, ranks=2), 3)
 
 
