@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import mmap
+import subprocess
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from samebits.trainer import exact_model, token_logprobs
 
 from helpers.engines import PROMPT, check
 from helpers.models import make_checkpoint
+from helpers.moe import save_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,6 +175,37 @@ def resident_bytes(tensor):
     pages = (ctypes.c_ubyte * count)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), pages) == 0
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+GROWTH = """
+import psutil, sys
+from samebits import LLM, SamplingParams
+small, large, dtype = sys.argv[1:]
+def resident(path):
+    llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**25, skip_tokenizer_init=True)
+    llm.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    return llm, psutil.Process().memory_info().rss
+llm, before = resident(small)  # libraries and kernels
+llm.close()
+del llm
+print(resident(large)[1] - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks for the memory that Linux has given")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_holds_its_weights_once_its_pool_and_little_more(tmp_path, dtype):
+    for name, sizes in (
+        ("small", {}),
+        ("large", {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 32}),
+    ):
+        save_tiny_moe(tmp_path / name, "qwen3_moe", num_hidden_layers=3, **sizes)
+    command = [sys.executable, "-c", GROWTH, str(tmp_path / "small"), str(tmp_path / "large"), dtype]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    file = sum(part.stat().st_size for part in (tmp_path / "large").glob("*.safetensors"))
+    weights = file if dtype == "float32" else file // 2
+    assert weights > 2**26 and grown < 1.05 * (weights + 2**25) + 2**23
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are there")
