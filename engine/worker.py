@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Set
 from contextlib import closing
@@ -135,7 +136,7 @@ class Worker:
         """Take the KV memory and pack the weights."""
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len(self.path, self.config)
         self.runner = ModelRunner(self.model, num_blocks, limits if self._records else None)
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         if trim is not None:  # glibc keeps what loading and packing have freed: of a mixture, up to half of its weights
             trim(0)
         if self.config.kv_cache_memory_bytes is not None and self.model.device.type == "cpu":

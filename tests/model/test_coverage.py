@@ -167,6 +167,20 @@ def test_a_model_whose_stages_would_compute_something_else_is_refused_and_left_a
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [*range(len(model.model.layers))]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_of_each_family_run_one_by_one(tmp_path, family):
+    """Or the check of stages would have nothing to compare."""
+    SelfCheck(exact_model(make_family(tmp_path, family))).stages()
+
+
+def test_a_model_whose_layers_cannot_run_alone_loads_and_says_so(checkpoint, caplog):
+    model = plain(checkpoint("llama"))
+    model.model.layers[0].mlp = Changed(model.model.layers[0].mlp, lambda x: x * {2: 1.0}[len(model.model.layers)])
+    make_exact(model)
+    assert "LlamaForCausalLM runs in one stage only: a layer alone raises KeyError(1)" in caplog.text
+    assert len(model.model.layers) == 2 and "given" not in vars(model.model)
+
+
 EXACT = {
     "relu": lambda x: x.relu(),
     "sigmoid": torch.sigmoid,
