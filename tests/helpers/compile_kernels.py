@@ -125,7 +125,8 @@ def catch_all(capability: int, dtypes: list[torch.dtype], usual: bool = False) -
     backward.candidate = lambda *_: None
     for dtype in dtypes:
         name = "float32" if dtype == torch.float32 else "16-bit"
-        tiles = {Tile(**tile) for table in tables().values() for _, _, tile in table.get(name, [])}
+        known = tables().values() if capability == 90 else [tables()["default"]]  # GPUs that were tuned are Hopper's
+        tiles = {Tile(**tile) for table in known for _, _, tile in table.get(name, [])}
         if capability >= 90 and dtype == torch.bfloat16:
             tiles |= {
                 Tile(m, n, stages, 8, False, tma=True)
