@@ -141,16 +141,13 @@ class ExactRLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             mask = attention_mask[:, -logits_to_keep:].bool()
             if self.check:
                 self._compare(sampled, found[0], mask)
-            self._log_ratio((found[0] - sampled)[mask].exp())
             generation.logprobs = None
+            ratio = (found[0] - sampled)[mask].exp() if mask.any() else sampled.new_ones(1)
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name, over in (("min", torch.min), ("mean", torch.mean), ("max", torch.max)):
+                value = over(self.accelerator.gather(over(ratio))).item()
+                metrics[f"sampling/importance_sampling_ratio/{name}"].append(value)
         return found
-
-    def _log_ratio(self, ratio: Tensor) -> None:
-        ratio = ratio if len(ratio) else ratio.new_ones(1)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, over in (("min", torch.min), ("mean", torch.mean), ("max", torch.max)):
-            value = over(self.accelerator.gather(over(ratio))).item()
-            metrics[f"sampling/importance_sampling_ratio/{name}"].append(value)
 
 
 # --- what TRL gets in place of its own --------------------------------------------------------------------------------

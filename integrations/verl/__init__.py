@@ -16,7 +16,6 @@ from importlib import import_module
 
 from .limits import NAME
 
-logger = logging.getLogger(__name__)
 SUPPORTED = "verl>=0.9.1,<0.10"
 
 
@@ -45,7 +44,7 @@ def register() -> None:
         problem = f"this verl is {verl.__version__}, samebits.integrations.verl needs {SUPPORTED}: {error}"
         if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] != "verl":
             problem = f"{error}: pip install 'samebits[verl]'"
-        logger.warning("%s", problem)  # verl keeps what plug-ins raise to itself
+        logging.getLogger(__name__).warning("%s", problem)  # verl keeps what plug-ins raise to itself
         raise ImportError(problem) from error
 
 

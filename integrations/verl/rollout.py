@@ -269,9 +269,8 @@ class Server:
 
     async def load_weights(self, data: list[np.ndarray], specs: list[TensorSpec]) -> None:
         """Stage tensors, given as their bytes."""
-        update = self._open_update()
         pairs = [(spec.name, from_bytes(each.copy(), spec)) for each, spec in zip(data, specs, strict=True)]
-        await asyncio.to_thread(update.load, pairs)  # of copies: Ray's shared memory is read-only
+        await asyncio.to_thread(self._open_update().load, pairs)  # of copies: Ray's shared memory is read-only
 
     async def commit_weights(self, global_steps: int | None) -> None:
         """Put the update in force, all of it or nothing, under verl's name for it."""
@@ -300,6 +299,13 @@ class ServerAdapter(BaseRollout):
 
     contract: ClassVar[Contract | None] = None
     trained_steps: ClassVar[int | None] = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        from verl.workers.engine.fsdp import transformer_impl  # a rank has loaded it, others needn't
+
+        # verl would send the experts of every family by the names of Qwen's, whatever its own are.
+        transformer_impl.unfuse_moe_params = lambda weights, _: weights
 
     def _call(self, method: str, *args: Any) -> Any:
         return getattr(ray.get_actor(f"{PREFIX}{os.environ['RANK']}"), method).remote(*args)
