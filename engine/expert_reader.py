@@ -33,10 +33,13 @@ class ExpertReader:
             return
         start = params.routed_experts_prompt_start
         end = len(sample.token_ids) - 1  # nothing follows the last token
-        positions = np.arange(start, max(start, min(end, sample.num_cached_tokens)))
-        blocks = np.array(sample.block_table, np.int64)[positions // self.block_size]
+        # A sibling's first token comes of the first sample's KV: it has no copy of that yet.
+        owner = sample if end > sample.num_prompt_tokens else sample.request.samples[0]
+        positions = np.arange(start, max(start, min(end, owner.num_cached_tokens)))
+        blocks = np.array(owner.block_table, np.int64)[positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
-        self._ended.append(EndedSample(sample, max(0, end - start), slots))
+        known = (ended.slots for ended in self._ended if ended.sample is owner)
+        self._ended.append(EndedSample(sample, max(0, end - start), next(known, slots)[: max(0, end - start)]))
 
     def read(self) -> None:
         """Read the experts of all samples that have ended, before another step is scheduled, which may reuse blocks."""

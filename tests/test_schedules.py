@@ -1,6 +1,7 @@
 """The promise: no schedule changes a bit. Random schedules against the oracle, with a negative control."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from helpers.adapters import adapted_model, lora
 from helpers.families import FAMILIES, MIXTURES, make_family, random_sizes
 from helpers.models import CONFIGS
 from helpers.oracle import oracle
-from helpers.schedules import check_against_trainer, check_results, random_requests, run_schedule, two_versions
+from helpers.schedules import (
+    assert_trainers_experts,
+    check_against_trainer,
+    check_results,
+    random_requests,
+    run_schedule,
+    two_versions,
+)
 
 CASES = [3, pytest.param(24, marks=pytest.mark.slow)]  # and more, if these preempt no sequence or share nothing
 
@@ -92,9 +100,11 @@ def test_no_schedule_changes_a_bit_of_a_mixture_of_random_sizes(tmp_path, case, 
     torch.set_num_threads(threads)
     try:
         model = exact_model(path, dtype)
-        requests = random_requests(rng, 1001, 8, 45)
+        requests = [(prompt, replace(p, routed_experts=True)) for prompt, p in random_requests(rng, 1001, 8, 45)]
         results, _ = run_schedule(path, dtype, rng, requests, [model], **(layout if len(split) > 1 else {}))
         check_against_trainer(model, requests, results)
+        for output in results:
+            assert_trainers_experts(model, output)
     finally:
         torch.set_num_threads(before)
 

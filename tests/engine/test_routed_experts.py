@@ -5,48 +5,40 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from samebits import LLM, SamplingParams
 from samebits.engine.sampling_params import RequestOutputKind
-from samebits.trainer import exact_model, token_logprobs
+from samebits.trainer import exact_model
 
-from helpers.moe import save_tiny_moe
-from helpers.schedules import random_requests, run_schedule, tight_pool
+from helpers.families import BEFORE_5_13
+from helpers.moe import MOE, save_tiny_moe
+from helpers.schedules import (
+    assert_trainers_experts,
+    random_requests,
+    run_schedule,
+    tight_pool,
+    trainers_experts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = ["qwen3_moe", "glm4_moe"]
+ALL = [family for family in MOE if family != "granitemoe" or not BEFORE_5_13]
 VOCAB = 64
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """models(family) -> a checkpoint and the trainer's model of it."""
+    """models(family, dtype) -> a checkpoint and the trainer's model of it."""
     made = {}
 
-    def get(family):
-        if family not in made:
+    def get(family, dtype="float32"):
+        if (family, dtype) not in made:
             path = save_tiny_moe(tmp_path_factory.mktemp(family) / "model", family)
-            made[family] = path, exact_model(path)
-        return made[family]
+            made[family, dtype] = path, exact_model(path, dtype)
+        return made[family, dtype]
 
     return get
-
-
-def trainers_experts(model, sequence):
-    """[tokens - 1, layers, k], from the trainer's own routers."""
-    with torch.no_grad():
-        _, (experts,) = token_logprobs(model, [sequence], return_routed_experts=True)
-    return experts[:-1].numpy()
-
-
-def assert_trainers(model, output, start=0):
-    """All samples have finished with the trainer's experts."""
-    for c in output.completions:
-        expected = trainers_experts(model, output.prompt_token_ids + c.token_ids)[start:]
-        assert c.routed_experts.dtype == np.uint8
-        assert np.array_equal(c.routed_experts, expected)
 
 
 LAYOUTS = {
@@ -75,7 +67,18 @@ def test_no_schedule_changes_them(request, models, family, layout):
         ]
         results, _ = run_schedule(path, "float32", rng, requests, [model], **LAYOUTS[layout])
         for output in results:
-            assert_trainers(model, output)
+            assert_trainers_experts(model, output)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_those_of_each_family_are_the_trainers_in_bf16(models, family):
+    path, model = models(family, "bfloat16")
+    rng = random.Random(family)
+    params = SamplingParams(max_tokens=12, seed=3, routed_experts=True)
+    requests = [([rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))], params) for _ in range(4)]
+    results, _ = run_schedule(path, "bfloat16", rng, requests, [model])
+    for output in results:
+        assert_trainers_experts(model, output)
 
 
 def test_they_survive_preemption_and_prefix_hits(models):
@@ -84,9 +87,19 @@ def test_they_survive_preemption_and_prefix_hits(models):
     params = SamplingParams(n=2, max_tokens=40, seed=1, ignore_eos=True, routed_experts=True)
     llm = LLM(path, kv_cache_memory_bytes=tight_pool(model, [(prompts[0], params)], 4), max_num_batched_tokens=50)
     for output in llm.generate(prompts, params, use_tqdm=False):
-        assert_trainers(model, output)
+        assert_trainers_experts(model, output)
     stats = llm.stats()
     assert stats.preemptions and stats.prefix_hit_tokens, "the schedule proves nothing"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_sample_that_ends_before_it_has_a_place_has_its_prompts(models, tokens):
+    """Of four samples two run, one on a copy that is yet to be made; all first tokens come of the first one's KV."""
+    path, model = models("qwen3_moe")
+    params = SamplingParams(n=4, max_tokens=tokens, seed=1, ignore_eos=True, routed_experts=True)
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20, max_num_seqs=2)
+    (output,) = llm.generate([[*range(3, 40)]], params, use_tqdm=False)
+    assert_trainers_experts(model, output)
 
 
 def test_what_an_aborted_request_had_is_reported_and_the_rest_is_unknown(models):
@@ -100,8 +113,9 @@ def test_what_an_aborted_request_had_is_reported_and_the_rest_is_unknown(models)
     first, second = (c.routed_experts for c in output.completions)
     expected = trainers_experts(model, prompt)
     assert first.shape == second.shape == expected.shape
-    assert first.dtype == np.int32 and np.array_equal(first[:16], expected[:16])
-    assert (first[16:] == -1).all() and (second == -1).all()
+    for found in (first, second):  # the second would have begun with the first one's
+        assert found.dtype == np.int32 and np.array_equal(found[:16], expected[:16])
+        assert (found[16:] == -1).all()
 
 
 def test_they_start_where_they_are_asked_to_and_come_with_the_end(models):
@@ -111,7 +125,7 @@ def test_they_start_where_they_are_asked_to_and_come_with_the_end(models):
     for start in (0, 3, 5, 100):
         params = SamplingParams(max_tokens=4, seed=1, routed_experts=True, routed_experts_prompt_start=start)
         output = llm.generate([prompt], params, use_tqdm=False)[0]
-        assert_trainers(model, output, start)
+        assert_trainers_experts(model, output, start)
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
         request = llm.add_request(prompt, dataclasses.replace(params, output_kind=kind))
         seen = []
@@ -144,7 +158,7 @@ def test_they_outlive_the_kv_cache(models):
     llm.wake_up()
     while llm.has_unfinished_requests():
         found = {out.request_id: out for out in llm.step()}
-    assert_trainers(model, found[request])
+    assert_trainers_experts(model, found[request])
 
 
 def test_more_than_256_experts(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import torch
 
 from samebits import LLM, SamplingParams
@@ -142,3 +143,18 @@ def check_against_trainer(model, requests, results) -> None:
         logprobs = token_logprobs(model, sequences, params, prompt_lens=[len(prompt)] * params.n)
         for c, expected in zip(out.completions, logprobs, strict=True):
             assert torch.equal(torch.tensor(c.logprobs), expected[len(prompt) :])
+
+
+def trainers_experts(model, sequence):
+    """[tokens - 1, layers, k], from the trainer's own routers."""
+    with torch.no_grad():
+        _, (experts,) = token_logprobs(model, [sequence], return_routed_experts=True)
+    return experts[:-1].numpy()
+
+
+def assert_trainers_experts(model, output, start=0) -> None:
+    """All samples have finished with the trainer's experts."""
+    for c in output.completions:
+        expected = trainers_experts(model, output.prompt_token_ids + c.token_ids)[start:]
+        assert c.routed_experts.dtype == np.uint8
+        assert np.array_equal(c.routed_experts, expected)
