@@ -16,7 +16,7 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.expert_wire import parse_ids
+from ..engine.expert_wire import LOGPROBS, parse_ids
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, listening_store
 from ..engine.weights.spec import full_tensors
@@ -107,8 +107,10 @@ class Client:
         begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             length = room if isinstance(prompt, str) else len(prompt)
-            tokens = p.n * min(p.max_tokens or room, room) + length * (p.prompt_logprobs is not None)
+            sampled = min(p.max_tokens or room, room)
+            tokens = p.n * sampled + length * (p.prompt_logprobs is not None)
             more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
+            more += LOGPROBS * p.n * (length + sampled) * p.routed_experts
             sequences += p.n
             values += more
             size += len(prompt)

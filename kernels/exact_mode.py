@@ -94,6 +94,7 @@ _FREE: set[Any] = {
     ),
     F.relu,
 }
+_SUMS = _named("add add_ sub sub_ rsub subtract", Tensor, torch)  # of three positional arguments, one is alpha
 _FREE_ONLY_WITH = {  # other values make of it more than one rounding, or a sum in any order
     "alpha": 1,
     "reduce": None,
@@ -246,6 +247,8 @@ class ExactMode(TorchFunctionMode):
         """Call `func` or its exact form. Raises UnsupportedOpError, with its name, where it has none."""
         kwargs = dict(kwargs or {})
         unusual = [name for name, usual in _FREE_ONLY_WITH.items() if kwargs.get(name, usual) != usual]
+        if func in _SUMS and len(args) > 2:
+            unusual.append("alpha")
         if func in _FREE and not unusual:
             return func(*args, **kwargs)
         if "input" in kwargs:  # torch's name of the first argument

@@ -41,14 +41,15 @@ class RoutedExperts:
         model: PreTrainedModel,
         lengths: Sequence[int],
         given: Sequence[np.ndarray | Tensor | None] | None,
+        device: torch.device,
         note: bool = False,
     ) -> RoutedExperts:
         """Return what is given for sequences of these lengths; see `checked_ids`.
 
-        note: note the routers' own choices, too. ValueError for a model without experts.
+        device: where the model computes. note: note the routers' own choices, too. ValueError for a model without
+        experts.
         """
         layers, experts, k = expert_sizes(model)
-        device = next(model.parameters()).device
         if not experts:
             raise ValueError(f"routed_experts: {type(model).__name__} is no mixture of experts")
         ids = None if given is None else checked_ids(model, given, lengths).to(device)

@@ -11,12 +11,12 @@ from typing import Literal
 
 from ..agents import tool_format
 from ..engine import SamplingParams
+from ..engine.expert_wire import LOGPROBS
 from ..engine.request import Request
 from ..engine.sampling_params import MAX_LOGPROBS
 
 MAX_STOPS = 64  # stop strings
 MAX_STOPPING = 1024  # characters of all of them, stop tokens
-EXPERTS = 4  # log-probs that the experts of a token count as: some 1,500 bytes, those of a large model
 MAX_GRAMMAR = 2**16  # characters; the time to compile one may grow with their square
 
 
@@ -103,4 +103,4 @@ def reply_values(request: Request) -> int:
     sampled = params.n * request.samples[0].max_tokens * (1 + (params.logprobs or 0))
     scored = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
     tokens = len(request.prompt_token_ids) + request.samples[0].max_tokens
-    return sampled + scored + (EXPERTS * params.n * tokens if params.routed_experts else 0)
+    return sampled + scored + (LOGPROBS * params.n * tokens if params.routed_experts else 0)

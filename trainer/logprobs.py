@@ -146,7 +146,7 @@ class PackedBatch:
         layout = ops.packed_layout(lengths, group, device, shared)
         routed = None
         if routed_experts is not None or note_experts:
-            routed = RoutedExperts.of_batch(model, lengths, routed_experts, note_experts)
+            routed = RoutedExperts.of_batch(model, lengths, routed_experts, device, note_experts)
         return cls(ids.to(device), counts, index.to(device), layout, routed)
 
     def inputs(self) -> dict[str, Any]:

@@ -87,6 +87,8 @@ REFUSED = {
     "topk of the smallest": lambda x: x.topk(2, largest=False),
     "pow with exponent 3": lambda x: x**3,
     "add with alpha": lambda x: torch.add(x, x, alpha=2),
+    "sub with alpha": lambda x: torch.sub(x, 0.3, x),
+    "rsub with alpha": lambda x: torch.rsub(x, 1.0, 0.3),
     "div with rounding_mode": lambda x: torch.div(x, 0.3, rounding_mode="floor"),
     "silu in place": lambda x: F.silu(x, inplace=True),
     "linear of torch.float64": lambda x: F.linear(x.double(), x.double()),

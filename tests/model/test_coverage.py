@@ -238,6 +238,32 @@ def test_a_norms_form_is_found_by_probing(checkpoint):
     assert torch.equal(norm.weight, weight)
 
 
+def errors(found, expected, exact) -> tuple[float, float]:
+    """How far two are from the third, at most, over its size."""
+    first, second, size = (x.detach().abs().max().item() for x in (found - exact, expected - exact, exact))
+    return first / size, second / size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_does(tmp_path, family):
+    """A role that were another function would be exact, and no schedule would tell. Against fp64: logits and gradients
+    of fp32 are as near as transformers' own, within a factor."""
+    path = make_family(tmp_path, family)
+    ids = torch.tensor([prompt_of(40)])
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    models = [exact_model(path)]
+    models += [AutoModelForCausalLM.from_pretrained(path, dtype=d, **settings) for d in (torch.float32, torch.float64)]
+    logits = [model(ids, use_cache=False).logits for model in models]
+    for each in logits:
+        each.double().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).sum().backward()
+    ours, theirs = errors(*logits)
+    assert ours < 5 * theirs + 1e-7, (ours, theirs)
+    for name, exact in models[2].named_parameters():
+        if exact.grad is not None and exact.grad.abs().max() > 1e-6:
+            ours, theirs = errors(*(model.get_parameter(name).grad for model in models[:2]), exact.grad)
+            assert ours < 5 * theirs + 1e-5, (name, ours, theirs)
+
+
 # --- traps ------------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +288,11 @@ def test_what_is_done_to_logits_after_lm_head_is_found_or_refused(tmp_path):
     other.__class__ = type(type(other).__name__, (type(other),), {"forward": scaled})
     with pytest.raises(UnsupportedModelError, match="changes logits after lm_head"):
         make_exact(other)
+
+
+def test_a_softcap_after_lm_head_is_refused_by_its_op(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"the model \(Gemma3ForCausalLM\): tanh"):
+        exact_model(make_family(tmp_path, "gemma3_text", final_logit_softcapping=30.0))
 
 
 def test_the_gradient_of_scaled_logits_is_autograds(tmp_path):
@@ -401,7 +432,7 @@ def test_a_router_is_fused_only_where_the_form_is_its_own(tmp_path, family, sett
         for foreign in (False, True):
             found = []
             for model in (trainer, engine):
-                routed = RoutedExperts.of_batch(model, [50], None, note=True)
+                routed = RoutedExperts.of_batch(model, [50], None, model.device, note=True)
                 if foreign:
                     routed.given = torch.arange(routed.noted.shape[2]).expand(routed.noted.shape)
                 caches = new_kv_caches(model, layout.num_blocks)
@@ -413,6 +444,19 @@ def run_checks(model):
     check = SelfCheck(model)
     check.batches()
     check.paged()
+
+
+def test_a_fused_form_that_errs_in_an_engines_steps_alone_is_refused(tmp_path, monkeypatch):
+    """Probed with a prompt it gives the model's own bits; two sequences' last tokens are what an engine computes."""
+    route = FusedRouter.forward
+
+    def bent(self, hidden_states):
+        logits, weights, ids = route(self, hidden_states)
+        return logits, weights.nextafter(torch.tensor(2.0)) if len(weights) == 2 else weights, ids
+
+    monkeypatch.setattr(FusedRouter, "forward", bent)
+    with pytest.raises(UnsupportedModelError, match="chunks and single tokens over the paged cache differ"):
+        LLM(make_family(tmp_path, "qwen3_moe"), kv_cache_memory_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])

@@ -12,7 +12,7 @@ from samebits import LLM, SamplingParams
 from samebits.integrations import Client, RemoteEngine
 from samebits.integrations.rollouts import read_rollouts
 
-from helpers.moe import save_tiny_moe
+from helpers.moe import save_tiny_moe, stored
 from helpers.serving import Serving, add_tokenizer
 
 PROMPT = [17, 90, 3, 44, 7]
@@ -45,6 +45,36 @@ def test_experts_count_towards_the_size_of_a_reply(server):
         small.ok("/v1/completions", body | {"n": 16})
         refused = small.post("/v1/completions", body | {"routed_experts": True, "max_tokens": 7})
         assert refused.status_code == 400 and "four for a token's experts" in refused.json()["message"]
+
+
+def test_the_client_asks_for_no_more_experts_than_a_reply_holds(server):
+    """Each prompt's 2 x 6 log-probs and 4 x 2 x 11 of experts fill a call; without experts three would fit."""
+    params = SamplingParams(**PARAMS, max_tokens=6, ignore_eos=True, routed_experts=True)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[1:]]
+    local = LLM(server.llm.path, kv_cache_memory_bytes=1 << 20).generate(prompts, params, use_tqdm=False)
+    with Serving(server.llm.path, max_reply_logprobs=100) as small, Client(small.url) as client:
+        found = client.generate(prompts, params)
+    for one, two in zip(found, local, strict=True):
+        for ours, theirs in zip(one.completions, two.completions, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert np.array_equal(ours.routed_experts, theirs.routed_experts)
+
+
+def test_an_update_over_http_brings_experts_one_by_one(server, tmp_path):
+    new = save_tiny_moe(tmp_path / "new", "qwen3_moe", seed=1, vocab_size=300)
+    params = SamplingParams(**PARAMS, max_tokens=6, routed_experts=True)
+
+    def found(engine, **more):
+        (output,) = engine.generate([PROMPT], params, **more)
+        return [(c.token_ids, c.logprobs, c.routed_experts.tolist()) for c in output.completions]
+
+    with Client(server.url) as client:
+        before = found(client)
+        client.update_weights(stored(new))
+        expected = found(LLM(new, kv_cache_memory_bytes=1 << 20), use_tqdm=False)
+        assert found(client) == expected != before
+        client.update_weights(stored(server.llm.path))
+        assert found(client) == before
 
 
 def from_npy(text):
