@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from samebits import LLM, NumericsError, SamplingParams
+from samebits.model.routing import expert_sizes
 from samebits.trainer import exact_model, selective_log_softmax, shard, token_logprobs
 
 
@@ -29,7 +30,17 @@ def score(model, job) -> dict:
                 rows = torch.zeros_like(padded)
                 rows[:, 1:] = selective_log_softmax(logits[:, :-1], ids[:, 1:], params)
                 result[f"{side}, from logits"] = [row[m.bool()] for row, m in zip(rows, mask, strict=True)]
+        if expert_sizes(model)[1]:
+            _, own = token_logprobs(model, sequences, params, return_routed_experts=True)
+            result["replayed"] = token_logprobs(model, sequences, params, routed_experts=own, **lens)
+            result["foreign"] = token_logprobs(model, sequences, params, routed_experts=foreign(model, own), **lens)
     return result
+
+
+def foreign(model, own: list) -> list:
+    """Other experts than a model's own ones: each one's neighbour."""
+    experts = expert_sizes(model)[1]
+    return [(ids + 1) % experts for ids in own]
 
 
 def main(job_file: str, out_file: str) -> None:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from samebits.model.stored import stored_pieces
 
 from helpers.families import skip_if_newer
 
@@ -15,6 +27,18 @@ MOE = {
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 5, "moe_intermediate_size": 12, "num_experts_per_tok": 2}),
     "mixtral": (MixtralConfig, {"num_local_experts": 3}),
     "granitemoe": (GraniteMoeConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        {"num_experts": 5, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 12}
+        | {"hidden_size": 16},
+    ),
+    "olmoe": (OlmoeConfig, {"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 16}),
+    "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 4}),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeConfig,
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "moe_layer_start_index": 1}
+        | {"moe_num_shared_experts": 1, "tie_word_embeddings": False},
+    ),
     "glm4_moe": (
         Glm4MoeConfig,
         {
@@ -45,3 +69,11 @@ def save_tiny_moe(folder, family: str, **settings):
     """Write a tiny model with texts that are far from flat, and return its folder."""
     tiny_moe(family, **{"initializer_range": 0.3, "max_position_embeddings": 512, **settings}).save_pretrained(folder)
     return folder
+
+
+def stored(path):
+    """A checkpoint's tensors under the names in it, experts one by one."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    state, pieces = model.state_dict(), stored_pieces(model)
+    whole = {piece.tensor for piece in pieces.values()}
+    return {k: v for k, v in state.items() if k not in whole} | {k: p.of(state[p.tensor]) for k, p in pieces.items()}

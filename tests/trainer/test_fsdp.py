@@ -83,7 +83,16 @@ def test_fsdp_trainer_recomputes_the_rollout_bit_for_bit(
     job = job_of(path, dtype, full, threads=threads, checkpointing=checkpointing, master=master)
     scores = scored(world, {**job, "sequences": sequences, "prompt_lens": lens}, tmp_path)
     rollout = [torch.tensor(c.logprobs) for o in outputs for c in o.completions]
-    assert len(scores) == (3 if "min_tokens" in sampling else 5)
+    if "foreign" in scores:  # experts that were given come in their own layer and row, whatever is sharded
+        model = exact_model(path, dtype)
+        _, own = token_logprobs(model, sequences, SamplingParams(**full), return_routed_experts=True)
+        given = fsdp_score.foreign(model, own)
+        expected = token_logprobs(model, sequences, SamplingParams(**full), routed_experts=given, prompt_lens=lens)
+        replayed = scores.pop("foreign")
+        assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(replayed, scores["replayed"], strict=True))
+    assert len(scores) == (3 if "min_tokens" in sampling else 5) + ("replayed" in scores)
+    assert ("replayed" in scores) == family.endswith("_moe")
     for way, found in scores.items():
         for ours, prompt, theirs in zip(rollout, lens, found, strict=True):
             assert torch.equal(ours, theirs[prompt:]), way

@@ -201,20 +201,24 @@ def test_a_wrong_number_of_arrays_and_a_dense_model_are_refused(paths, checkpoin
         token_logprobs(exact_model(checkpoint("llama")), SEQUENCES, routed_experts=[None] * 3)
 
 
-def test_the_routers_loss_is_transformers_own(paths, checkpoint):
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "ernie4_5_moe", "minimax_m2"])
+def test_the_routers_loss_is_transformers_own(paths, family):
     from transformers import AutoModelForCausalLM
 
-    path = paths("qwen3_moe")
+    path = paths(family)
     model, plain = exact_model(path), AutoModelForCausalLM.from_pretrained(path)
     *_, loss = token_logprobs(model, [SEQUENCES[0]], return_router_loss=True)
     expected = plain(torch.tensor([SEQUENCES[0]]), output_router_logits=True).aux_loss
     assert torch.allclose(loss, expected, rtol=1e-5)
     loss.backward()
     expected.backward()
-    for name, router in model.named_parameters():
-        if name.endswith("gate.weight"):
-            theirs = plain.get_parameter(name).grad
+    for name, theirs in plain.named_parameters():
+        if name.endswith(".gate.weight"):
+            router, theirs = model.get_parameter(name), theirs.grad
             assert theirs.abs().max() > 0 and torch.allclose(router.grad, theirs, rtol=1e-3, atol=1e-7)
+
+
+def test_a_model_without_such_a_loss_says_so(paths, checkpoint):
     with pytest.raises(ValueError, match="Glm4MoeForCausalLM has no load-balancing loss"):
         token_logprobs(exact_model(paths("glm4_moe")), SEQUENCES, return_router_loss=True)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no load-balancing loss"):

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 from samebits import LLM, SamplingParams, WeightUpdateError
 from samebits.engine.weights import WeightGroup, specs_of
 from samebits.engine.weights.group import listening_store
-from samebits.model.stored import stored_pieces
 from samebits.trainer import exact_model, save_weights
 
 from helpers.engines import generate, pairs
-from helpers.moe import save_tiny_moe
+from helpers.moe import save_tiny_moe, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe"]
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=3, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9]]
 LAYOUTS = {"whole": {}, "stages": {"pipeline_parallel_size": 2, "backend": "inproc"}}
@@ -46,14 +45,6 @@ def engine(path, **settings):
 
 def results(llm):
     return [pairs(output) for output in generate(llm, PROMPTS, PARAMS)]
-
-
-def stored(path):
-    """The tensors under the names in the checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(path)
-    state, pieces = model.state_dict(), stored_pieces(model)
-    whole = {piece.tensor for piece in pieces.values()}
-    return {k: v for k, v in state.items() if k not in whole} | {k: p.of(state[p.tensor]) for k, p in pieces.items()}
 
 
 def shuffled(state, seed=0):
