@@ -13,7 +13,7 @@ from .planner import Planner
 from .request import Request, Sample
 from .sampling_params import SamplingParams
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128)
 ROUNDS = 5
 SECONDS = 2.0  # after the first round, in which kernels may compile: then no third or later one begins
 
@@ -26,7 +26,7 @@ def measure_step_seconds(executor: Executor, planner: Planner, sequences: int, t
     Between the measured numbers it is linear, beyond them it rises as from the first to the last, and it never falls.
     """
     sequences = 1 << (sequences.bit_length() - 1)  # a power of two, as ROWS are
-    rows = [n for n in ROWS if n <= min(tokens, sequences * planner.kernels.BLOCK)]
+    rows = [n for n in ROWS if n <= min(tokens, sequences * planner.kernels.BLOCK) and n % min(n, sequences) == 0]
     rounds = [[_seconds(executor, planner, n, min(n, sequences)) for n in rows]]
     begin = time.perf_counter()
     while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begin < SECONDS):

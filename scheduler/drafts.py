@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ PROBE_EVERY = 16  # tokens of a sequence, at least: it drafts one then, whether 
 PROBE_SHARE = 0.01  # of a sequence's time: probes that cost more come less often
 MAX_CHANCE = 0.98  # of a token: more can't be told from a few dozen
 MIN_PROFIT = 1.3  # tokens expected of a draft for each that its time is worth: a batch ends with its least lucky sample
+LEAD = 24.0  # tokens ahead, per token that drafts promise on average, for which a call's last sequence will make up
 ROW_COST = 0.02  # of a row, in tokens, at least: where a measured step takes no longer with it, that is noise, too
 
 
@@ -145,6 +147,9 @@ class Record:
 class Speculator:
     """Decides how many tokens to draft: as many as lower the time per token, by what rows cost and drafts have hit.
 
+    A call ends with its last sequence, so where sequences end at their limits those that lag are worth all of a step,
+    and those well ahead nothing. Where they end before, or others wait for their places, all are worth the same.
+
     step_seconds: the time of a step by its number of rows. overlaps: steps do, so that who drafts misses two of them:
     it waits for its last token, and for what comes of the draft.
     """
@@ -153,7 +158,10 @@ class Speculator:
         self, config: SpeculativeConfig, vocab_size: int, step_seconds: Callable[[int], float], overlaps: bool = False
     ):
         self._rows = 0
-        self._tokens_per_second = 0.0
+        self._seconds = 0.0  # of this step without drafts
+        self._share_of_all = 0.0  # of a step, that a token of any sequence saves
+        self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
+        self._at_limit = 0.5  # share of sequences that end at their limits, a fading mean
         self.limit = config.num_speculative_tokens
         self.step_seconds = step_seconds
         self._missed = 2 if overlaps else 0
@@ -166,18 +174,28 @@ class Speculator:
             window = config.suffix_decoding_max_cached_requests
             self.drafter = SuffixDrafter(config.lengths, config.method == "suffix", window)
 
-    def begin_step(self, num_sequences: int, num_rows: int) -> None:
-        """Start a step that would give `num_sequences` tokens from `num_rows` rows without drafts."""
+    def begin_step(self, sequences: list[Sequence], num_rows: int, queue: bool) -> None:
+        """Start a step that computes `num_rows` rows of these sequences without drafts. queue: others wait."""
         self._rows = num_rows
-        self._tokens_per_second = num_sequences / self.step_seconds(num_rows)
+        self._seconds = self.step_seconds(num_rows)
+        to_come: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for seq in sequences:
+            to_come[seq.call].append(seq.tokens_to_come)
+        told = 0.0 if queue else min(MAX_CHANCE, self._at_limit)
+        lead = LEAD * self._all.promised
+        self._share_of_all = (1.0 - told) / len(sequences)
+        self._share_of_last = {}
+        for call, each in to_come.items():
+            least = max(each) - lead
+            self._share_of_last[call] = least, told / len(to_come) / sum(n >= least for n in each)
 
     def draft(self, seq: Sequence, room: int) -> list[int]:
         """Return a draft of at most `room` tokens for a sequence that computes its last token in this step."""
         record = self._record(seq)
         self._settle(record, seq)
         chance = self._chance(record)
-        most = min(self.limit, room, seq.max_tokens - seq.num_completion_tokens - 1)
-        costs = self._costs(most)
+        most = min(self.limit, room, seq.tokens_to_come - 1)
+        costs = self._costs(seq, most)
         probe = 0
         if seq.num_tokens >= record.probe_at:
             probe = min(most, 1)
@@ -204,11 +222,13 @@ class Speculator:
             self._records[seq.seq_id] = Record(self._all.promised, seq.num_tokens + PROBE_EVERY)
         return self._records[seq.seq_id]
 
-    def _costs(self, most: int) -> list[float]:
+    def _costs(self, seq: Sequence, most: int) -> list[float]:
         """Return what drafts of 1, 2, ... tokens cost, in tokens, by the time that they add to this step."""
+        least, share = self._share_of_last[seq.call]
+        saved = self._seconds * (self._share_of_all + (share if seq.tokens_to_come >= least else 0.0))  # by a token
         alone = self.step_seconds(self._rows) - self.drafter.seconds
         return [
-            max(ROW_COST * rows, MIN_PROFIT * self._tokens_per_second * (self.step_seconds(self._rows + rows) - alone))
+            max(ROW_COST * rows, MIN_PROFIT / saved * (self.step_seconds(self._rows + rows) - alone))
             for rows in range(1, most + 1)
         ]
 
@@ -237,6 +257,7 @@ class Speculator:
         record = self._records.pop(seq.seq_id, None)
         if record is not None:
             self._settle(record, seq)
+        self._at_limit += 0.05 * ((seq.tokens_to_come <= 0) - self._at_limit)
         self.drafter.finish(seq)
 
 

@@ -240,9 +240,9 @@ class Scheduler:
 
         They take only such blocks as are free when each running sequence, and each that starts, has one more.
         """
-        speculator.begin_step(len(batch.sequences), batch.num_tokens)
+        speculator.begin_step(batch.sequences, batch.num_tokens, self.num_waiting > 0)
         kept = len(self.running) + sum(len(seq.siblings) for seq in batch.drafting)
-        for seq in sorted(batch.drafting, key=lambda seq: seq.num_completion_tokens - seq.max_tokens):
+        for seq in sorted(batch.drafting, key=lambda seq: -seq.tokens_to_come):
             blocks = len(seq.block_table) + max(0, self.blocks.num_free - kept)
             room = min(batch.tokens_left // seq.token_cost, blocks * self.blocks.block_size - seq.num_tokens)
             draft = speculator.draft(seq, max(0, room))  # without room, too: it waits for drafts no longer then

@@ -68,6 +68,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def tokens_to_come(self) -> int:
+        """The most tokens that it may still sample, besides those known."""
+        return self.max_tokens - self.num_completion_tokens
+
+    @property
     def completion_token_ids(self) -> list[int]:
         """The tokens sampled and known."""
         return self.token_ids[self.num_prompt_tokens :]

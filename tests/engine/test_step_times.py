@@ -65,4 +65,4 @@ def test_no_step_that_is_measured_has_more_than_the_engines_limits(monkeypatch, 
     settings = {"kv_cache_memory_bytes": 2**21, "speculative_config": {"method": "ngram"}}
     LLM(checkpoint("llama"), max_num_seqs=3, max_num_batched_tokens=16, **settings)
     assert {sequences for sequences, _ in plans} == {1, 2}
-    assert {rows for _, rows in plans} == {1, 2, 4, 8, 16}
+    assert {rows for _, rows in plans} == {1, 2, 4, 8, 12, 16}

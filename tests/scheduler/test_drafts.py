@@ -260,7 +260,7 @@ def rounds(one, right, count=200):
     seq = sequence(0, [1], max_tokens=10**6)
     lengths = []
     for _ in range(count):
-        one.begin_step(1, 1)
+        one.begin_step([seq], 1, False)
         draft = one.draft(seq, 100)
         lengths.append(len(draft))
         seq.token_ids += [*draft, 50] if right else [50]
@@ -301,7 +301,7 @@ def waits_of(one, count):
     for _ in range(count):
         waits.append(one.pays_to_wait(grown))
         if waits[-1]:
-            one.begin_step(1, 1)
+            one.begin_step([grown], 1, False)
             one.draft(grown, 100)
         grown.token_ids.append(50)
     return waits
@@ -357,17 +357,58 @@ def test_a_first_call_that_loads_something_is_not_held_against_a_drafter():
 def test_a_drafter_may_give_integers_of_any_kind():
     for tokens in (np.array([3, 4]), torch.tensor([3, 4]), [np.int64(3), 4], iter([3, 4])):
         one = Speculator(SpeculativeConfig(method=lambda ids, tokens=tokens: tokens), 100, lambda rows: 1.0)
-        one.begin_step(1, 1)
-        draft = one.draft(sequence(0, [1]), 100)
+        seq = sequence(0, [1])
+        one.begin_step([seq], 1, False)
+        draft = one.draft(seq, 100)
         assert draft == [3, 4][: len(draft)] != []
         assert all(type(token) is int for token in draft)
 
 
+def lengths_of_two(one, queue=False, calls=(0, 0), ahead=500):
+    """How many tokens are drafted for two sequences, one of which is ahead; rows are free, and drafts right."""
+    pair = [sequence(number, [1], [2] * done, max_tokens=1000) for number, done in ((0, 0), (1, ahead))]
+    for seq, call in zip(pair, calls, strict=True):
+        seq.call = call
+    one.begin_step(pair, 2, queue)
+    return [len(one.draft(seq, 100)) for seq in pair]
+
+
+def ended(one, tokens, limit=20):
+    """Let many sequences end with so many tokens."""
+    for number in range(2000):  # so many that a mean of them is their value, rounded
+        one.finish(sequence(1000 + number, [1], [2] * tokens, max_tokens=limit))
+    return one
+
+
+def test_who_is_ahead_of_a_call_that_ends_at_its_limits_needs_no_drafts():
+    """A call ends with its last sequence. Not so where others wait, in calls of their own, or where ends come early."""
+
+    def made(tokens=20):
+        one = ended(speculator(lambda rows: 1.0 + 0.01 * rows, [3] * 8), tokens)
+        rounds(one, right=True)
+        return one
+
+    assert lengths_of_two(made()) == [8, 0]
+    assert lengths_of_two(made(), ahead=50) == [8, 8]
+    assert lengths_of_two(made(), queue=True) == [8, 8]
+    assert lengths_of_two(made(), calls=(0, 1)) == [8, 8]
+    assert lengths_of_two(made(tokens=10)) == [8, 8]
+
+
+def test_the_lead_that_needs_no_drafts_grows_with_what_drafts_give():
+    """Where drafts seldom count, a token ahead is a lead that the others won't make up for."""
+    one = ended(speculator(lambda rows: 1.0 + 0.01 * rows, []), 20)
+    rounds(one, right=True, count=600)
+    one.drafter.function = lambda ids: [3] * 8
+    first, second = lengths_of_two(one, ahead=1)
+    assert first > 0 == second
+
+
 def test_drafts_end_before_the_last_token_and_at_the_limit():
     one = speculator(lambda rows: 1.0, [3] * 8, num_speculative_tokens=5)
-    one.begin_step(1, 1)
     for left, expected in ((1, 0), (2, 1), (4, 3), (100, 5)):
         seq = sequence(left, [1], max_tokens=left)
+        one.begin_step([seq], 1, False)
         one._all.offered = one._all.accepted = 10.0**6
         assert len(one.draft(seq, 100)) == expected
 
@@ -385,10 +426,10 @@ def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
         lambda ids: "a",
     ):
         one = Speculator(SpeculativeConfig(method=function), 100, lambda rows: 1.0)
-        one.begin_step(1, 1)
+        sequences = [sequence(number, [1]) for number in range(3)]
+        one.begin_step(sequences, 3, False)
         caplog.clear()
-        for number in range(3):
-            assert one.draft(sequence(number, [1]), 100) == []
+        assert [one.draft(seq, 100) for seq in sequences] == [[]] * 3
         assert len(caplog.records) == 1
         assert "drafter" in caplog.text
 
