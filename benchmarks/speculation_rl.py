@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
-    parser.add_argument("--validation", type=int, default=64, help="problems; 0: none")
+    parser.add_argument("--validation", type=int, default=16, help="problems; 0: none")
     parser.add_argument("--kv-cache-mib", type=int, default=400)
     parser.add_argument("--json", type=pathlib.Path)
     return parser.parse_args()
