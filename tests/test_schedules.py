@@ -59,9 +59,16 @@ def together(monkeypatch):
     return found
 
 
+HALF = {"llama", "qwen3", "qwen3_moe"}  # in fp16 by `make test`, too
+KINDS = [
+    pytest.param(family, dtype, marks=[pytest.mark.slow] if dtype == "float16" and family not in HALF else [])
+    for family in [*CONFIGS, "qwen3_moe"]
+    for dtype in ("float32", "bfloat16", "float16")
+]
+
+
 @pytest.mark.parametrize("cases", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", [*CONFIGS, "qwen3_moe"])
+@pytest.mark.parametrize(("family", "dtype"), KINDS)
 def test_no_schedule_changes_a_bit(checkpoint, together, family, dtype, cases):
     path, models = two_versions(checkpoint, family, dtype)
     check_schedules(path, dtype, models, f"{family}-{dtype}", cases, together=together)
