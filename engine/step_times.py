@@ -25,7 +25,7 @@ def measure_step_seconds(executor: Executor, planner: Planner, sequences: int, t
     Of several rounds the fastest counts: what a kernel's compilation or a busy machine adds is no cost of a row.
     Between the measured numbers it is linear, beyond them it rises as from the first to the last, and it never falls.
     """
-    sequences = 1 << (sequences.bit_length() - 1)  # a power of two, as ROWS are
+    sequences = 1 << (sequences.bit_length() - 1)  # a power of two, as most of ROWS are
     rows = [n for n in ROWS if n <= min(tokens, sequences * planner.kernels.BLOCK) and n % min(n, sequences) == 0]
     rounds = [[_seconds(executor, planner, n, min(n, sequences)) for n in rows]]
     begin = time.perf_counter()

@@ -25,7 +25,7 @@ PROBE_EVERY = 16  # tokens of a sequence, at least: it drafts one then, whether 
 PROBE_SHARE = 0.01  # of a sequence's time: probes that cost more come less often
 MAX_CHANCE = 0.98  # of a token: more can't be told from a few dozen
 MIN_PROFIT = 1.3  # tokens expected of a draft for each that its time is worth: a batch ends with its least lucky sample
-LEAD = 24.0  # tokens ahead, per token that drafts promise on average, for which a call's last sequence will make up
+LEAD = 16.0  # tokens ahead, per token that drafts promise on average, for which a call's last sequence will make up
 ROW_COST = 0.02  # of a row, in tokens, at least: where a measured step takes no longer with it, that is noise, too
 
 
@@ -159,9 +159,10 @@ class Speculator:
     ):
         self._rows = 0
         self._seconds = 0.0  # of this step without drafts
+        self._num_sequences = 1  # of this step
         self._share_of_all = 0.0  # of a step, that a token of any sequence saves
         self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
-        self._at_limit = 0.5  # share of sequences that end at their limits, a fading mean
+        self._at_limit = 0.5  # share of sequences, but short ones, that end at their limits; a fading mean
         self.limit = config.num_speculative_tokens
         self.step_seconds = step_seconds
         self._missed = 2 if overlaps else 0
@@ -174,20 +175,21 @@ class Speculator:
             window = config.suffix_decoding_max_cached_requests
             self.drafter = SuffixDrafter(config.lengths, config.method == "suffix", window)
 
-    def begin_step(self, sequences: list[Sequence], num_rows: int, queue: bool) -> None:
-        """Start a step that computes `num_rows` rows of these sequences without drafts. queue: others wait."""
+    def begin_step(self, running: list[Sequence], num_sequences: int, num_rows: int, queue: bool) -> None:
+        """Start a step of `num_sequences` of those that run: `num_rows` rows without drafts. queue: others wait."""
         self._rows = num_rows
+        self._num_sequences = num_sequences
         self._seconds = self.step_seconds(num_rows)
         to_come: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for seq in sequences:
+        for seq in running:
             to_come[seq.call].append(seq.tokens_to_come)
         told = 0.0 if queue else min(MAX_CHANCE, self._at_limit)
-        lead = LEAD * self._all.promised
-        self._share_of_all = (1.0 - told) / len(sequences)
+        self._share_of_all = (1.0 - told) / num_sequences
+        told *= len(running) / num_sequences / len(to_come)  # steps until each has had one, shared by the calls
         self._share_of_last = {}
         for call, each in to_come.items():
-            least = max(each) - lead
-            self._share_of_last[call] = least, told / len(to_come) / sum(n >= least for n in each)
+            least = max(each) - LEAD * self._all.promised
+            self._share_of_last[call] = least, told / sum(n >= least for n in each)
 
     def draft(self, seq: Sequence, room: int) -> list[int]:
         """Return a draft of at most `room` tokens for a sequence that computes its last token in this step."""
@@ -195,11 +197,14 @@ class Speculator:
         self._settle(record, seq)
         chance = self._chance(record)
         most = min(self.limit, room, seq.tokens_to_come - 1)
-        costs = self._costs(seq, most)
+        least, share = self._share_of_last[seq.call]
+        lags = seq.tokens_to_come >= least
+        costs = self._costs(most, self._share_of_all + share * lags)
         probe = 0
         if seq.num_tokens >= record.probe_at:
             probe = min(most, 1)
-            record.probe_at = seq.num_tokens + max(PROBE_EVERY, int((self._missed + sum(costs[:1])) / PROBE_SHARE))
+            cost = self._missed + sum(self._costs(probe, 1.0 / self._num_sequences))
+            record.probe_at = seq.num_tokens + max(PROBE_EVERY, int(cost / PROBE_SHARE))
         limit = max(probe, _most_gain([chance] * most, costs)[0])  # no estimate is above 1, so none makes it longer
         tokens, shares = self.drafter.propose(seq, limit) if limit > 0 else ([], [])
         keep, promised = _most_gain([share * chance for share in shares], costs)
@@ -208,7 +213,8 @@ class Speculator:
         record.draft = tokens[:keep]
         record.shares = shares[:keep]
         record.promised += 0.2 * (promised - record.promised)
-        self._all.promised += 0.01 * (promised - self._all.promised)
+        if lags:
+            self._all.promised += 0.01 * (promised - self._all.promised)
         self._rows += len(record.draft)
         return record.draft
 
@@ -222,13 +228,11 @@ class Speculator:
             self._records[seq.seq_id] = Record(self._all.promised, seq.num_tokens + PROBE_EVERY)
         return self._records[seq.seq_id]
 
-    def _costs(self, seq: Sequence, most: int) -> list[float]:
-        """Return what drafts of 1, 2, ... tokens cost, in tokens, by the time that they add to this step."""
-        least, share = self._share_of_last[seq.call]
-        saved = self._seconds * (self._share_of_all + (share if seq.tokens_to_come >= least else 0.0))  # by a token
+    def _costs(self, most: int, share: float) -> list[float]:
+        """Return what drafts of 1, 2, ... tokens cost, in tokens, each of which saves this share of a step."""
         alone = self.step_seconds(self._rows) - self.drafter.seconds
         return [
-            max(ROW_COST * rows, MIN_PROFIT / saved * (self.step_seconds(self._rows + rows) - alone))
+            max(ROW_COST * rows, MIN_PROFIT / (share * self._seconds) * (self.step_seconds(self._rows + rows) - alone))
             for rows in range(1, most + 1)
         ]
 
@@ -257,7 +261,8 @@ class Speculator:
         record = self._records.pop(seq.seq_id, None)
         if record is not None:
             self._settle(record, seq)
-        self._at_limit += 0.05 * ((seq.tokens_to_come <= 0) - self._at_limit)
+        if seq.num_completion_tokens > PROBE_EVERY:
+            self._at_limit += 0.05 * ((seq.tokens_to_come <= 0) - self._at_limit)
         self.drafter.finish(seq)
 
 

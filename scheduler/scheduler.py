@@ -240,7 +240,7 @@ class Scheduler:
 
         They take only such blocks as are free when each running sequence, and each that starts, has one more.
         """
-        speculator.begin_step(batch.sequences, batch.num_tokens, self.num_waiting > 0)
+        speculator.begin_step(self.running, len(batch.sequences), batch.num_tokens, self.num_waiting > 0)
         kept = len(self.running) + sum(len(seq.siblings) for seq in batch.drafting)
         for seq in sorted(batch.drafting, key=lambda seq: -seq.tokens_to_come):
             blocks = len(seq.block_table) + max(0, self.blocks.num_free - kept)

@@ -260,7 +260,7 @@ def rounds(one, right, count=200):
     seq = sequence(0, [1], max_tokens=10**6)
     lengths = []
     for _ in range(count):
-        one.begin_step([seq], 1, False)
+        one.begin_step([seq], 1, 1, False)
         draft = one.draft(seq, 100)
         lengths.append(len(draft))
         seq.token_ids += [*draft, 50] if right else [50]
@@ -301,7 +301,7 @@ def waits_of(one, count):
     for _ in range(count):
         waits.append(one.pays_to_wait(grown))
         if waits[-1]:
-            one.begin_step([grown], 1, False)
+            one.begin_step([grown], 1, 1, False)
             one.draft(grown, 100)
         grown.token_ids.append(50)
     return waits
@@ -358,7 +358,7 @@ def test_a_drafter_may_give_integers_of_any_kind():
     for tokens in (np.array([3, 4]), torch.tensor([3, 4]), [np.int64(3), 4], iter([3, 4])):
         one = Speculator(SpeculativeConfig(method=lambda ids, tokens=tokens: tokens), 100, lambda rows: 1.0)
         seq = sequence(0, [1])
-        one.begin_step([seq], 1, False)
+        one.begin_step([seq], 1, 1, False)
         draft = one.draft(seq, 100)
         assert draft == [3, 4][: len(draft)] != []
         assert all(type(token) is int for token in draft)
@@ -369,7 +369,7 @@ def lengths_of_two(one, queue=False, calls=(0, 0), ahead=500):
     pair = [sequence(number, [1], [2] * done, max_tokens=1000) for number, done in ((0, 0), (1, ahead))]
     for seq, call in zip(pair, calls, strict=True):
         seq.call = call
-    one.begin_step(pair, 2, queue)
+    one.begin_step(pair, 2, 2, queue)
     return [len(one.draft(seq, 100)) for seq in pair]
 
 
@@ -408,7 +408,7 @@ def test_drafts_end_before_the_last_token_and_at_the_limit():
     one = speculator(lambda rows: 1.0, [3] * 8, num_speculative_tokens=5)
     for left, expected in ((1, 0), (2, 1), (4, 3), (100, 5)):
         seq = sequence(left, [1], max_tokens=left)
-        one.begin_step([seq], 1, False)
+        one.begin_step([seq], 1, 1, False)
         one._all.offered = one._all.accepted = 10.0**6
         assert len(one.draft(seq, 100)) == expected
 
@@ -427,7 +427,7 @@ def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
     ):
         one = Speculator(SpeculativeConfig(method=function), 100, lambda rows: 1.0)
         sequences = [sequence(number, [1]) for number in range(3)]
-        one.begin_step(sequences, 3, False)
+        one.begin_step(sequences, 3, 3, False)
         caplog.clear()
         assert [one.draft(seq, 100) for seq in sequences] == [[]] * 3
         assert len(caplog.records) == 1
