@@ -106,11 +106,11 @@ class Client:
         limits, room = self._limits, self.context_length
         begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            length = room if isinstance(prompt, str) else len(prompt)
+            length = min(room, len(prompt.encode()) + 8) if isinstance(prompt, str) else len(prompt)  # or fewer
             sampled = min(p.max_tokens or room, room)
             tokens = p.n * sampled + length * (p.prompt_logprobs is not None)
             more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
-            more += LOGPROBS * p.n * (length + sampled) * p.routed_experts
+            more += LOGPROBS * p.n * min(room, length + sampled) * p.routed_experts
             sequences += p.n
             values += more
             size += len(prompt)

@@ -247,7 +247,7 @@ class ExactMode(TorchFunctionMode):
         """Call `func` or its exact form. Raises UnsupportedOpError, with its name, where it has none."""
         kwargs = dict(kwargs or {})
         unusual = [name for name, usual in _FREE_ONLY_WITH.items() if kwargs.get(name, usual) != usual]
-        if func in _SUMS and len(args) > 2:
+        if func in _SUMS and len(args) + ("other" in kwargs) > 2:
             unusual.append("alpha")
         if func in _FREE and not unusual:
             return func(*args, **kwargs)

@@ -6,11 +6,12 @@ In-process, `llm.update_weights(model)`; over HTTP and a process group, `update_
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from .atomic import publish, sync
 from .fsdp import together
 
 FILE_BYTES = 2**30
+Pair = tuple[str, Tensor]
 
 
 def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
@@ -48,14 +50,14 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
         if writes:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-    pieces = {} if adapted else by_tensor(stored_pieces(model))
+    as_stored = iter if adapted else stored_names(model)
     places: dict[str, str] = {}
     limit = WHOLE if adapted else max_file_bytes
     for number, pairs in enumerate(buckets(_tensors(state, writes), _nbytes, limit), 1):
         with alike():
             if writes:
                 name = WEIGHTS if adapted else f"model-{number:05}.safetensors"
-                tensors = dict(_as_stored(pairs, pieces))
+                tensors = dict(as_stored(pairs))
                 sums = {n: checksum([t]) for n, t in tensors.items()}
                 save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})
                 places |= dict.fromkeys(tensors, name)
@@ -88,9 +90,12 @@ def _tensors(state: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
         yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
 
 
-def _as_stored(
-    pairs: Iterable[tuple[str, Tensor]], pieces: Mapping[str, Mapping[str, Piece]]
-) -> Iterator[tuple[str, Tensor]]:
+def stored_names(model: PreTrainedModel) -> Callable[[Iterable[Pair]], Iterator[Pair]]:
+    """Return a function of a model's (name, tensor) pairs that gives them the names of checkpoints on a hub."""
+    return functools.partial(_as_stored, by_tensor(stored_pieces(model)))
+
+
+def _as_stored(pieces: Mapping[str, Mapping[str, Piece]], pairs: Iterable[Pair]) -> Iterator[Pair]:
     """Yield the tensors under the names that checkpoints on a hub have: a layer's experts one by one."""
     for name, tensor in pairs:
         if name in pieces:

@@ -300,13 +300,6 @@ class ServerAdapter(BaseRollout):
     contract: ClassVar[Contract | None] = None
     trained_steps: ClassVar[int | None] = None
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        from verl.workers.engine.fsdp import transformer_impl  # a rank has loaded it, others needn't
-
-        # verl would send the experts of every family by the names of Qwen's, whatever its own are.
-        transformer_impl.unfuse_moe_params = lambda weights, _: weights
-
     def _call(self, method: str, *args: Any) -> Any:
         return getattr(ray.get_actor(f"{PREFIX}{os.environ['RANK']}"), method).remote(*args)
 

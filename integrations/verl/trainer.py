@@ -34,6 +34,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from ...engine.sampling_params import SamplingParams
 from ...model.exact import contract_of
 from ...trainer import check_same_bits, exact_model, token_logprobs
+from ...trainer.weight_sync import stored_names
 from . import limits
 from .rollout import ServerAdapter
 
@@ -56,6 +57,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
         module = exact_model(self.model_config.local_path, dtype, get_device_name())
+        self.as_stored = stored_names(module)
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -75,6 +77,11 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         """Load; the weights are no longer those of the rollouts."""
         ServerAdapter.trained_steps = None
         super().load_checkpoint(*args, **kwargs)
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the tensors by the names of the family's checkpoints: verl's are those of Qwen's experts."""
+        with patch.object(transformer_impl, "unfuse_moe_params", lambda weights, _: self.as_stored(weights)):
+            return super().get_per_tensor_param(*args, **kwargs)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -834,7 +834,7 @@ def test_two_steps_of_smollm2_are_exact(folder, smollm2, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks"), [("olmoe", 2), ("mixtral", 1)])
 def test_a_mixture_of_experts_is_exact(folder, family, ranks):
-    """Mixtral's experts have other names on a hub than those that verl sends: the model's own are sent."""
+    """Mixtral's experts have other names on a hub than those that verl would send."""
     model = verl_runs.prepare_model(folder / family, family, vocab_size=512)
     assert_exact(train(folder, f"{family}-{ranks}", model=model, ranks=ranks), 3)
 

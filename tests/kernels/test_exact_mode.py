@@ -89,6 +89,7 @@ REFUSED = {
     "add with alpha": lambda x: torch.add(x, x, alpha=2),
     "sub with alpha": lambda x: torch.sub(x, 0.3, x),
     "rsub with alpha": lambda x: torch.rsub(x, 1.0, 0.3),
+    "add_ with alpha": lambda x: x.add_(2, other=x),
     "div with rounding_mode": lambda x: torch.div(x, 0.3, rounding_mode="floor"),
     "silu in place": lambda x: F.silu(x, inplace=True),
     "linear of torch.float64": lambda x: F.linear(x.double(), x.double()),
