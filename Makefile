@@ -36,8 +36,8 @@ setup: $(VENV)/.installed
 demo: setup
 	$(BIN)/python examples/demo.py
 
-test: setup  # three processes on two cores: many tests wait for others
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/server/test_server_clients.py
@@ -72,7 +72,7 @@ test-trainers: setup .venv-verl/.installed
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -n 3 --dist worksteal -m "not slow"
+	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 package-folder:  # mypy and mkdocstrings want a folder of the package's name
 	@mkdir -p build/typing/samebits

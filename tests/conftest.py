@@ -26,13 +26,12 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """Each of three workers compiles the CPU kernels of another dtype, unless they are cached; all share them."""
+    """Each of two workers compiles the CPU kernels of another dtype, unless they are cached; both share them."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from samebits.kernels import cpu
 
         with contextlib.suppress(Exception):  # which the tests of kernels tell
-            dtype = {"gw1": torch.bfloat16, "gw2": torch.float16}.get(worker, torch.float32)
-            cpu.warm_up(dtype, torch.device("cpu"), experts=True)
+            cpu.warm_up(torch.bfloat16 if worker == "gw1" else torch.float32, torch.device("cpu"), experts=True)
 
 
 @pytest.fixture(scope="session")
