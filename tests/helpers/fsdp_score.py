@@ -86,7 +86,7 @@ def train(model, job) -> dict:
         loss = -sum((-1.0) ** i * lp.sum() for i, lp in enumerate(logprobs)) / len(pairs)
         optimizer.zero_grad()
         loss.backward()
-        gradients.append([p.grad.full_tensor().clone() for p in model.parameters() if p.requires_grad])
+        gradients.append([p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         assert llm.update_weights(model) == step + 1
     result = {"equal": equal, "logprobs": moved, "gradients": gradients}
