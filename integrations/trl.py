@@ -224,7 +224,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
 
     Raises NumericsError for an engine of other numerics, ValueError for settings of accelerate that change bits.
     """
-    path, dtype = model.config._name_or_path, model.dtype
+    path, dtype, cast = model.config._name_or_path, model.dtype, None
     if accelerator.state.dynamo_plugin.backend.value != "NO" or accelerator.mixed_precision == "fp8":
         raise ValueError("neither torch.compile (dynamo_backend) nor mixed_precision=fp8 is exact; leave them out")
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -233,7 +233,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
     mixed = accelerator.mixed_precision != "no"
     if mixed and accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
-        dtype = plugin.mixed_precision_policy.param_dtype
+        dtype = cast = plugin.mixed_precision_policy.param_dtype
         # A layer's output is in its dtype as it is; log-probs must stay float32.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
     elif mixed and dtype == torch.float32:
@@ -241,7 +241,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         logger.warning("%s. Give model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2, for 16 bits", said)
     if isinstance(engine, str):
         engine = RemoteEngine(Client(engine), path)
-    contract = contract_of(model, dtype, dtype if mixed and accelerator.is_fsdp2 else None)
+    contract = contract_of(model, cast, cast)
     if isinstance(engine, dict):
         own = {"model": path, "dtype": str(dtype).removeprefix("torch."), "device": str(accelerator.device)}
         if is_adapted(model):

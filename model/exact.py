@@ -284,8 +284,11 @@ def contract_of(
     """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one.
 
     dtype: that it computes in, where FSDP2 casts the parameters (`param_dtype`), and adapter_dtype that of its adapter,
-    by default the same if the model is wrapped, else the adapter's own.
+    by default the same if the model is wrapped, else the adapter's own. NumericsError where FSDP2 gives a tensor
+    another dtype than an engine of `dtype` does.
     """
+    if dtype is not None:
+        _check_cast(model, dtype)
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     parameter = next(model.parameters())
     contract = Contract.of(dtype or parameter.dtype, compute_device(model))
@@ -295,6 +298,18 @@ def contract_of(
         name = str(kept).removeprefix("torch.")
         contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=name)
     return contract if linear.exact else replace(contract, linear="torch")
+
+
+def _check_cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    fp32 = model._get_dtype_plan(dtype)  # what transformers loads so whatever it is asked for
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        loaded = torch.float32 if any(part in name for part in fp32) else dtype
+        cast = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay what they are
+        if tensor.is_floating_point() and cast != loaded:
+            raise NumericsError(
+                f"{name} is {cast} where FSDP2 casts to {dtype}, and {loaded} in an engine of that dtype: give "
+                "both float32, or the trainer the engine's dtype without a cast"
+            )
 
 
 def compute_device(model: nn.Module) -> torch.device:
