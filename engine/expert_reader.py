@@ -39,7 +39,8 @@ class ExpertReader:
         blocks = np.array(owner.block_table, np.int64)[positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
         known = (ended.slots for ended in self._ended if ended.sample is owner)
-        self._ended.append(EndedSample(sample, max(0, end - start), next(known, slots)[: max(0, end - start)]))
+        wanted = max(0, end - start)
+        self._ended.append(EndedSample(sample, wanted, next(known, slots)[:wanted]))
 
     def read(self) -> None:
         """Read the experts of all samples that have ended, before another step is scheduled, which may reuse blocks."""

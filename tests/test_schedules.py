@@ -59,9 +59,9 @@ def together(monkeypatch):
     return found
 
 
-HALF = {"llama", "qwen3", "qwen3_moe"}  # in fp16 and in three stages by `make test`, too
+OFTEN = {"llama", "qwen3", "qwen3_moe"}  # in fp16 and in three stages by `make test`, too
 KINDS = [
-    pytest.param(family, dtype, marks=[pytest.mark.slow] if dtype == "float16" and family not in HALF else [])
+    pytest.param(family, dtype, marks=[pytest.mark.slow] if dtype == "float16" and family not in OFTEN else [])
     for family in [*CONFIGS, "qwen3_moe"]
     for dtype in ("float32", "bfloat16", "float16")
 ]
@@ -120,7 +120,7 @@ def test_no_schedule_changes_a_bit_of_a_mixture_of_random_sizes(tmp_path, case, 
 @pytest.mark.parametrize(
     ("family", "stages"),
     [
-        pytest.param(family, stages, marks=[pytest.mark.slow] if stages == 3 and family not in HALF else [])
+        pytest.param(family, stages, marks=[pytest.mark.slow] if stages == 3 and family not in OFTEN else [])
         for family in CONFIGS
         for stages in (2, 3)
     ],

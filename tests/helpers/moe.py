@@ -73,7 +73,11 @@ def save_tiny_moe(folder, family: str, **settings):
 
 def stored(path):
     """A checkpoint's tensors under the names in it, experts one by one."""
-    model = AutoModelForCausalLM.from_pretrained(path)
+    return stored_state(AutoModelForCausalLM.from_pretrained(path))
+
+
+def stored_state(model):
+    """A model's tensors under the names that a hub has."""
     state, pieces = model.state_dict(), stored_pieces(model)
     whole = {piece.tensor for piece in pieces.values()}
     return {k: v for k, v in state.items() if k not in whole} | {k: p.of(state[p.tensor]) for k, p in pieces.items()}

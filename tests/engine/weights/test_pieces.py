@@ -9,17 +9,10 @@ from samebits.engine.weights.store import StagedWeights, WeightStore
 from samebits.engine.weights.table import WeightUpdateError
 from samebits.model.stored import stored_pieces
 
-from helpers.moe import MOE, tiny_moe
+from helpers.moe import MOE, stored_state, tiny_moe
 
 DOWN, GATE = (f"model.layers.1.mlp.experts.3.{name}_proj.weight" for name in ("down", "gate"))
 STACKED = "model.layers.1.mlp.experts.down_proj"
-
-
-def stored_state(model):
-    """A model's tensors under the names that a hub has."""
-    state, pieces = model.state_dict(), stored_pieces(model)
-    whole = {piece.tensor for piece in pieces.values()}
-    return {k: v for k, v in state.items() if k not in whole} | {k: p.of(state[p.tensor]) for k, p in pieces.items()}
 
 
 def staged(model, pairs, **settings):
