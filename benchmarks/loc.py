@@ -11,9 +11,9 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5720,
+    "engine + scheduler + model": 5750,
     "cluster": 930,
-    "trainer": 610,
+    "trainer": 620,
     "trainer/rl": 1080,
     "correction": 680,
     "correction/calibration": 570,

@@ -241,7 +241,7 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
         logger.warning("%s. Give model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2, for 16 bits", said)
     if isinstance(engine, str):
         engine = RemoteEngine(Client(engine), path)
-    contract = contract_of(model, cast, cast)
+    contract = contract_of(model, cast)
     if isinstance(engine, dict):
         own = {"model": path, "dtype": str(dtype).removeprefix("torch."), "device": str(accelerator.device)}
         if is_adapted(model):

@@ -3,6 +3,7 @@ checkpoints work as they do on the original."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -31,6 +33,7 @@ from .paged import group_size, head_dim, plain_call, random_input, takes_tokens
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
+from .stored import loaded_dtypes
 
 logger = logging.getLogger(__name__)
 NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
@@ -278,38 +281,48 @@ def is_exact(model: nn.Module) -> bool:
     return any(isinstance(module, ExactLinear) and module.exact for module in model.modules())
 
 
-def contract_of(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, adapter_dtype: torch.dtype | None = None
-) -> Contract:
-    """The numerics contract of a model from `exact_model` (also when wrapped by FSDP2), or of a slice of one.
+def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) -> Contract:
+    """The numerics contract in which a model from `exact_model` computes, or a slice of one.
 
-    dtype: that it computes in, where FSDP2 casts the parameters (`param_dtype`), and adapter_dtype that of its adapter,
-    by default the same if the model is wrapped, else the adapter's own. NumericsError where FSDP2 gives a tensor
-    another dtype than an engine of `dtype` does.
+    A parameter's dtype is that to which FSDP2 casts it (`param_dtype`: for a model that it doesn't wrap yet), its own
+    otherwise. NumericsError where an engine of that dtype has a tensor in another one.
     """
-    if dtype is not None:
-        _check_cast(model, dtype)
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
-    parameter = next(model.parameters())
-    contract = Contract.of(dtype or parameter.dtype, compute_device(model))
+    casts = _casts(model, param_dtype)
+    dtypes = {id(p): casts[name.rpartition(".")[0]] or p.dtype for name, p in model.named_parameters()}
+    dtype = next(iter(dtypes.values()))
+    contract = Contract.of(dtype, compute_device(model))
     if is_adapted(model):
         _, factor = next(adapter_tensors(model))
-        kept = adapter_dtype or (isinstance(factor, DTensor) and dtype) or factor.dtype
-        name = str(kept).removeprefix("torch.")
+        name = str(dtypes[id(factor)]).removeprefix("torch.")
         contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=name)
-    return contract if linear.exact else replace(contract, linear="torch")
-
-
-def _check_cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    fp32 = model._get_dtype_plan(dtype)  # what transformers loads so whatever it is asked for
+    if not linear.exact:
+        return replace(contract, linear="torch")
+    loaded = engine_dtypes(model, dtype) if any(casts.values()) else {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        loaded = torch.float32 if any(part in name for part in fp32) else dtype
-        cast = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay what they are
-        if tensor.is_floating_point() and cast != loaded:
-            raise NumericsError(
-                f"{name} is {cast} where FSDP2 casts to {dtype}, and {loaded} in an engine of that dtype: give "
-                "both float32, or the trainer the engine's dtype without a cast"
-            )
+        own = dtypes.get(id(tensor), tensor.dtype)
+        theirs = loaded.get(name.replace(".base_layer.", "."), own)
+        if own != theirs:
+            remedy = "wrap the model with samebits.trainer.shard" if id(tensor) in dtypes else "give both float32"
+            raise NumericsError(f"{name} is {own} as FSDP2 casts it, and {theirs} in an engine of {dtype}: {remedy}")
+    return contract
+
+
+def _casts(model: nn.Module, param_dtype: torch.dtype | None) -> dict[str, torch.dtype | None]:
+    """Return, by modules' names, the dtype to which FSDP2 casts a module's own parameters, or None."""
+    casts = {"": param_dtype}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            casts[name] = module._get_fsdp_state()._mp_policy.param_dtype
+        else:
+            casts[name] = casts[name.rpartition(".")[0]]
+    return casts
+
+
+def engine_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each of a model's stored tensors in an engine of `dtype`, which keeps some in fp32."""
+    with torch.device("meta"):
+        return loaded_dtypes(AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype))
 
 
 def compute_device(model: nn.Module) -> torch.device:

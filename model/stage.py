@@ -19,7 +19,7 @@ from .checkpoint import CheckpointError, manifest, resolve
 from .exact import check_config, check_structure, load_config, parse_dtype, prepare
 from .layers import Layers, keep_layers, other_part
 from .linear import UnsupportedModelError
-from .stored import by_tensor, stored_pieces, stored_state
+from .stored import by_tensor, loaded_dtypes, stored_pieces, stored_state
 
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
@@ -119,9 +119,9 @@ def _tensors(path: os.PathLike, model: PreTrainedModel, first_layer: int) -> dic
     pieces = by_tensor(stored_pieces(model))
     found: dict[str, Tensor] = {}
     reads: dict[pathlib.Path, list[tuple[str, Tensor]]] = {}
-    kept = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")  # in float32, as from_pretrained keeps it
+    dtypes = loaded_dtypes(model)
     for name, empty in stored_state(model).items():
-        whole = torch.empty(empty.shape, dtype=torch.float32 if kept and re.search(kept, name) else empty.dtype)
+        whole = torch.empty(empty.shape, dtype=dtypes[name])
         found[name] = whole
         places = {name: whole}
         if shift_layer(name, first_layer) not in stored and name in pieces:

@@ -6,6 +6,7 @@ transformers stacks a layer's experts in one parameter; on a hub each projection
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,6 +35,13 @@ def stored_state(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     firsts = {id(tensor): name for name, tensor in reversed(state.items())}
     return {name: tensor for name, tensor in state.items() if firsts[id(tensor)] == name}
+
+
+def loaded_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtypes that `from_pretrained` gives what a checkpoint has, from a model without data in its dtype."""
+    kept = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")  # in float32 whatever the model is
+    state = stored_state(model).items()
+    return {name: torch.float32 if kept and re.search(kept, name) else empty.dtype for name, empty in state}
 
 
 def stored_pieces(model: PreTrainedModel) -> dict[str, Piece]:

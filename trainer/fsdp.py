@@ -7,18 +7,33 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
+
+from ..model.exact import engine_dtypes
 
 
 def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
-    """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group."""
+    """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group.
+
+    What an engine keeps in fp32 when it is loaded in 16 bits (some families' routers) is wrapped by itself, uncast.
+    """
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
         atexit.register(_let_go)
+    policy = kwargs.get("mp_policy", MixedPrecisionPolicy())
+    dtype = policy.param_dtype or model.dtype
+    dtypes = engine_dtypes(model, dtype)
+    kept = {name for name, _ in model.named_parameters() if dtypes.get(name, dtype) != dtype}
+    for prefix, module in model.named_modules():
+        own = {name for name, _ in module.named_parameters(prefix)}
+        if own and own <= kept:
+            fully_shard(module, **kwargs | {"mp_policy": replace(policy, param_dtype=None)})
+            kept -= own
     for layer in model.get_decoder().layers:
         fully_shard(layer, **kwargs)
     fully_shard(model, **kwargs)

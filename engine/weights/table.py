@@ -6,11 +6,11 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...kernels import ops
 from ...kernels.contract import Contract, NumericsError
@@ -127,12 +127,14 @@ def parts_of(names: Iterable[str]) -> set[bool]:
 def check_contract(module: nn.Module, contract: Contract) -> None:
     """Raise NumericsError unless a trainer's numerics are the engine's.
 
-    Master weights in fp32 may feed an engine of a lower dtype.
+    Master weights in fp32 that FSDP2 doesn't wrap may feed an engine of a lower dtype.
     """
     if not isinstance(getattr(module, "get_output_embeddings", lambda: None)(), LMHead):
         raise NumericsError(
             f"{type(module).__name__} is not from samebits.trainer.exact_model, so its log-probs would differ from the "
             "rollouts'. To take its weights all the same, give module.state_dict().items()"
         )
-    cast = getattr(torch, contract.dtype) if next(module.parameters()).dtype == torch.float32 else None
-    contract.check(contract_of(module, cast))  # type: ignore[arg-type]
+    found = contract_of(module)  # type: ignore[arg-type]
+    if found.dtype == "float32" and not isinstance(module, FSDPModule):
+        found = replace(found, dtype=contract.dtype)
+    contract.check(found)

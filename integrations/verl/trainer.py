@@ -66,7 +66,7 @@ class ExactFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
         """Build all, and tell the adapter beside it the contract that rollouts must have."""
         super().initialize()
         if not self.engine_config.forward_only:
-            ServerAdapter.contract = contract_of(self.module, self._autocast_dtype)
+            ServerAdapter.contract = contract_of(self.module)
 
     def optimizer_step(self) -> Any:
         """Step; the weights are no longer those of the rollouts."""

@@ -1,20 +1,25 @@
 """Engine against an FSDP2 trainer in processes of its own: the same bits."""
 
 import pathlib
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
-from samebits import LLM, SamplingParams
-from samebits.model.exact import compute_device
-from samebits.trainer import exact_model, token_logprobs
+from samebits import LLM, NumericsError, SamplingParams
+from samebits.engine.weights import check_contract
+from samebits.model.exact import compute_device, contract_of
+from samebits.trainer import exact_model, shard, token_logprobs
 from samebits.trainer.fsdp import init_process_group
 
 from helpers import fsdp_score
 from helpers.adapters import lora
+from helpers.engines import prompt_of
+from helpers.families import FAMILIES, OTHERS, make_family
 from helpers.moe import save_tiny_moe
 from helpers.ranks import run_ranks
 
@@ -130,7 +135,11 @@ def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dt
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3_moe", "float32"), pytest.param("glm4_moe", "bfloat16", marks=pytest.mark.slow)],
+    [
+        ("qwen3_moe", "float32"),
+        pytest.param("glm4_moe", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("ernie4_5_moe", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_three_rounds_of_training_experts_stay_equal_and_repeat(tmp_path, family, dtype):
     """Experts sharded over 2 ranks; updates of FSDP2's module bring a router's bias, a buffer, too."""
@@ -143,6 +152,62 @@ def test_three_rounds_of_training_experts_stay_equal_and_repeat(tmp_path, family
     assert first["logprobs"][0] != first["logprobs"][1], "the optimizer did not move the weights"
     for a, b in zip(first["gradients"], again["gradients"], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "gradients differ from run to run"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_a_family_that_fsdp_casts_has_the_engines_bits_or_is_refused(tmp_path, family, dtype):
+    """FSDP2 casts all fp32 parameters, a layer's inputs, and no buffer; transformers keeps some parameters in fp32."""
+    path = make_family(tmp_path, family)
+    init_process_group()
+    trainer, engine = exact_model(path, torch.float32), exact_model(path, dtype)
+    kept = {"ernie4_5_moe": "mlp.gate.weight", "hunyuan_v1_moe": "mlp.gate.wg.weight"}
+    if family in kept:  # who wraps layers alone is refused
+        with pytest.raises(NumericsError, match=rf"{kept[family]} is {dtype} .*wrap the model with samebits"):
+            contract_of(trainer, dtype)
+    shard(trainer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    if family == "minimax_m2":
+        with pytest.raises(NumericsError, match=r"e_score_correction_bias is torch.float32 .*give both float32"):
+            contract_of(trainer)
+        return
+    contract_of(trainer).check(contract_of(engine))
+    if dtype == torch.bfloat16:
+        ids = torch.tensor([prompt_of(40)])
+        with torch.no_grad():
+            assert torch.equal(token_logprobs(trainer, ids), token_logprobs(engine, ids))
+
+
+def test_a_control_is_not_refused_for_its_casts(tmp_path):
+    init_process_group()
+    model = exact_model(make_family(tmp_path, "minimax_m2"), torch.float32, exact=False)
+    assert contract_of(model, torch.bfloat16).linear == "torch"
+
+
+@pytest.mark.parametrize(
+    ("base", "cast", "dtype", "adapter"),
+    [
+        ("float32", "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", None, "bfloat16", "float32"),
+        ("float32", None, "float32", "float32"),
+    ],
+)
+def test_a_contract_says_in_what_a_sharded_model_computes(checkpoint, base, cast, dtype, adapter):
+    """PEFT keeps an adapter in fp32, which FSDP2's policy casts, whatever the base is in."""
+    init_process_group()
+    path = checkpoint("qwen3")
+    model = exact_model(path, base, adapter=lora())
+    assert next(p for n, p in model.named_parameters() if "lora_A" in n).dtype == torch.float32
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=cast and getattr(torch, cast)))
+    found = contract_of(model)
+    assert (found.dtype, found.adapter_dtype) == (dtype, adapter)
+    check_contract(model, found)
+    with pytest.raises(NumericsError, match=r"adapter_dtype: '.*' here"):
+        check_contract(model, replace(found, adapter_dtype="float32" if adapter == "bfloat16" else "bfloat16"))
+    other = replace(found, dtype="bfloat16" if dtype == "float32" else "float32")
+    with pytest.raises(NumericsError, match=r"dtype: '.*' here"):  # FSDP2 says in what it computes
+        check_contract(model, other)
+    check_contract(exact_model(path), contract_of(exact_model(path, "bfloat16")))  # masters of somebody's copy
 
 
 def test_gradients_are_close_to_plain_hf_in_fp64(checkpoint):

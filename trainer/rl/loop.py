@@ -77,6 +77,7 @@ class Trainer:
         settings = {"adapter_dtype": config.dtype} | config.engine  # to which `shard` casts all parameters
         self.llm = llm or LLM(config.model, dtype=config.dtype, device=config.device, **settings)
         self.model = self._load_model()
+        self.contract = contract_of(self.model)  # of the computation: master weights are fp32 whatever it is
         if config.check != "off" and self.llm.contract is not None:
             self.llm.contract.check(self.contract)
         if llm is not None:
@@ -114,11 +115,6 @@ class Trainer:
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         chosen = {name: self.config.engine[name] for name in ("exact", "adapter") if name in self.config.engine}
         return shard(exact_model(self.config.model, device=self.config.device, **chosen), **policy)
-
-    @property
-    def contract(self) -> Contract:
-        """The computation's: master weights are fp32 whatever it is."""
-        return contract_of(self.model, getattr(torch, self.config.dtype))
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
