@@ -52,18 +52,25 @@ class ExactMLP(nn.Module):
 
 
 class ExactRotary(nn.Module):
-    """Rotary tables by the exact op; see `ops.rotary_tables`."""
-
-    inv_freq: Tensor
-    attention_scaling: float
+    """Rotary tables by the exact op; see `ops.rotary_tables`. Kinds of layers may have frequencies of their own."""
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in x's dtype. Raises TypeError if `inv_freq` is no longer fp32."""
-        if self.inv_freq.dtype != torch.float32:
-            raise TypeError(f"inv_freq was cast to {self.inv_freq.dtype}; load with dtype=... instead of model.to(...)")
-        cos, sin = ops.rotary_tables(position_ids, self.inv_freq, float(self.attention_scaling))
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin in x's dtype, in which FSDP2 hands them to layers, too.
+
+        Raises TypeError if `inv_freq` is no longer fp32.
+        """
+        inv_freq, scaling = _frequencies(self, layer_type)
+        if inv_freq.dtype != torch.float32:
+            raise TypeError(f"inv_freq was cast to {inv_freq.dtype}; load with dtype=... instead of model.to(...)")
+        cos, sin = ops.rotary_tables(position_ids, inv_freq, float(scaling))
         return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def _frequencies(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
+    """Return a rotary embedding's frequencies and the factor of its tables, by transformers' names."""
+    kind = "" if layer_type is None else f"{layer_type}_"
+    return getattr(rotary, f"{kind}inv_freq", None), getattr(rotary, f"{kind}attention_scaling", None)
 
 
 Role = tuple[type[nn.Module], dict[str, Any]]  # the exact class, and attributes that it needs
@@ -171,15 +178,20 @@ def _gated_mlp(module: nn.Module) -> Role | None:
 
 
 def _rotary(module: nn.Module) -> Role | None:
-    inv_freq, scaling = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
-    if not (isinstance(inv_freq, Tensor) and inv_freq.dim() == 1 and isinstance(scaling, int | float)):
+    kinds = getattr(module, "layer_types", None) or [None]
+    if _arguments(module) != 2 + (kinds != [None]):
         return None
-    if _arguments(module) != 2 or inv_freq.dtype != torch.float32:
-        return None
-    positions = torch.tensor([[0, 1, 7, 500, 9999]], device=inv_freq.device)
-    found = module(inv_freq.new_zeros(1, 5, 8), positions)
-    expected = ops.rotary_tables(positions, inv_freq, float(scaling))
-    if not isinstance(found, tuple) or len(found) != 2 or found[0].shape != expected[0].shape:
-        return None
-    same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
-    return (ExactRotary, {}) if same else None
+    for kind in kinds:
+        inv_freq, scaling = _frequencies(module, kind)
+        if not (isinstance(inv_freq, Tensor) and inv_freq.dim() == 1 and isinstance(scaling, int | float)):
+            return None
+        if inv_freq.dtype != torch.float32:
+            return None
+        positions = torch.tensor([[0, 1, 7, 500, 9999]], device=inv_freq.device)
+        found = module(inv_freq.new_zeros(1, 5, 8), positions, *filter(None, [kind]))
+        expected = ops.rotary_tables(positions, inv_freq, float(scaling))
+        if not isinstance(found, tuple) or len(found) != 2 or found[0].shape != expected[0].shape:
+            return None
+        if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)):
+            return None
+    return ExactRotary, {}
