@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -51,8 +52,9 @@ class ReplicaClient(RemoteWorkers):
         self.path = path
         limit = config.start_timeout
         loads = []
+        own = replace(config, speculative_config=None)  # the engine drafts, and a drafter may be a model
         for rank, layers in enumerate(stage_layers(path, config)):
-            loads.append(self.actors[rank].start("control", "load", path, config, layers, rank, sharers))
+            loads.append(self.actors[rank].start("control", "load", path, own, layers, rank, sharers))
         self.model = ModelInfo.of(gather(loads, limit))
         self.collective_rpc("initialize_cache", self.model.num_blocks, timeout=limit)
         head, *stages = self.actors

@@ -209,12 +209,12 @@ class EngineCore(WorkerEngine):
         request = sample.request
         if row.target < 0 and row.draft is None:
             sample.num_pending -= 1
-        if sample.finish_reason is not None:  # it was aborted, or ended by an earlier result of this step
-            return
         if row.draft is not None:
             if row.position != len(sample.token_ids) or sample.token_ids[-1] != row.draft:
                 return
             self.scheduler.accept(sample)
+        if sample.finish_reason is not None:  # it was aborted, or ended by an earlier result of this step
+            return
         if math.isnan(token.logprob):
             self._fail(request, "non-finite logits; check the weights")
             return

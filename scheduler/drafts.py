@@ -21,6 +21,7 @@ from .suffix import SuffixDrafter
 logger = logging.getLogger(__name__)
 
 METHODS = ("suffix", "ngram")
+MAX_RUN = 64  # tokens: an index holds whole runs
 PROBE_EVERY = 16  # tokens of a sequence, at least: it drafts one then, whether or not its drafts paid
 PROBE_SHARE = 0.01  # of a sequence's time: probes that cost more come less often
 MAX_CHANCE = 0.98  # of a token: more can't be told from a few dozen
@@ -41,7 +42,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     """Tokens that must agree before a place is a source of drafts."""
     prompt_lookup_max: int | None = None
-    """Most tokens that are asked to agree, where more do; four times `prompt_lookup_min` by default."""
+    """Most tokens that are asked to agree, where more do, at most 64; by default four times `prompt_lookup_min`."""
     suffix_decoding_max_cached_requests: int = 32
     """Rollouts that are kept for later drafts: of each prompt, where vLLM's number is that of all."""
 
@@ -50,22 +51,24 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative method {self.method!r}; choose {', '.join(METHODS)}, or give a callable of token ids"
             )
-        used = 2 if callable(self.method) else {"ngram": 4}.get(self.method, 5)  # of the fields
-        for number, each in enumerate(fields(self)):
+        unused = [] if self.method == "suffix" else ["suffix_decoding_max_cached_requests"]
+        if callable(self.method):
+            unused += "prompt_lookup_min", "prompt_lookup_max"
+        for each in fields(self)[1:]:
             value: Any = getattr(self, each.name)
-            if number == 0 or (value is None and each.default is None):
+            if value is None and each.default is None:
                 continue
-            if number >= used and value != each.default:
+            if each.name in unused and value != each.default:
                 raise ValueError(f"{each.name} means nothing to the speculative method {self.method!r}; leave it out")
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{each.name} must be a positive integer, got {value!r}")
-        if self.lengths[0] < self.prompt_lookup_min:
-            raise ValueError("prompt_lookup_max must be at least prompt_lookup_min")
+        if not self.prompt_lookup_min <= self.lengths[0] <= MAX_RUN:
+            raise ValueError(f"prompt_lookup_max must be from prompt_lookup_min to {MAX_RUN}, got {self.lengths[0]}")
 
     @property
     def lengths(self) -> list[int]:
         """Lengths of the runs to look for, longest first. Among few different tokens a short one says little."""
-        longest = self.prompt_lookup_max or 4 * self.prompt_lookup_min
+        longest = self.prompt_lookup_max or max(min(4 * self.prompt_lookup_min, MAX_RUN), self.prompt_lookup_min)
         return sorted({longest, *(min(n * self.prompt_lookup_min, longest) for n in (1, 2))}, reverse=True)
 
 
@@ -94,37 +97,24 @@ class CallableDrafter:
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return the function's tokens up to the first that is no token id."""
         start = time.perf_counter()
-        given: list[Any] = []
+        tokens: list[int] = []
         try:
-            given += islice(self.function(list(seq.token_ids)), limit)
+            for given in islice(self.function(list(seq.token_ids)), limit):
+                token = -1 if isinstance(given, bool) else operator.index(given)  # of numpy's integers and torch's, too
+                if not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{given!r} is no token id")
+                tokens.append(token)
         except Exception as error:
-            self._warn(f"the drafter failed, and drafts nothing then: {type(error).__name__}: {error}")
+            if not self._warned:
+                logger.warning("the drafter failed, which ends a draft there: %s: %s", type(error).__name__, error)
+            self._warned = True
         weight = (0.0, 1.0, 0.2)[min(self._asked, 2)]  # the first call may load something
         self._asked += 1
         self.seconds += weight * (time.perf_counter() - start - self.seconds)
-        tokens: list[int] = []
-        for token in given:
-            if not _is_token(token, self.vocab_size):
-                self._warn(f"the drafter gave {token!r}, which is no token id; its draft ends before it")
-                break
-            tokens.append(int(token))
         return tokens, [1.0] * len(tokens)
 
     def finish(self, seq: Sequence) -> None:
         """Do nothing: the function keeps its own memory."""
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            logger.warning(text)
-        self._warned = True
-
-
-def _is_token(token: Any, vocab_size: int) -> bool:
-    """True for an integer of any kind, numpy's and torch's too, that is a token id."""
-    try:
-        return not isinstance(token, bool) and 0 <= operator.index(token) < vocab_size
-    except TypeError:
-        return False
 
 
 @dataclass
@@ -207,7 +197,7 @@ class Speculator:
             record.probe_at = seq.num_tokens + max(PROBE_EVERY, int(cost / PROBE_SHARE))
         limit = max(probe, _most_gain([chance] * most, costs)[0])  # no estimate is above 1, so none makes it longer
         tokens, shares = self.drafter.propose(seq, limit) if limit > 0 else ([], [])
-        keep, promised = _most_gain([share * chance for share in shares], costs)
+        keep, promised = _most_gain([each * chance for each in shares], costs)
         keep = max(keep, min(probe, len(tokens)))
         record.start = len(seq.token_ids)
         record.draft = tokens[:keep]

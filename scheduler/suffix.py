@@ -6,10 +6,10 @@ import hashlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .sequence import Sequence
 
 MAX_PLACES = 16  # of one run that are followed, the newest
 MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
-MAX_LIVE = 2**21  # tokens of prompts and growing texts that are indexed, 900 bytes each
+MAX_LIVE = 2**21  # tokens of growing texts that are indexed, 900 bytes each with the usual lengths
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each, with ROLLOUT_TOKENS for each rollout
 ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of a rollout and its prompt
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
@@ -40,6 +40,7 @@ class LiveIndex:
     """The places in growing texts after each run of tokens, for runs of `lengths`."""
 
     def __init__(self, lengths: Seq[int]):
+        self.lengths = lengths
         self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {n: defaultdict(list) for n in lengths}
         self.size = 0  # tokens
 
@@ -136,15 +137,25 @@ def _count(texts: list[array]) -> int:
 class Group:
     """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    index: of the prompt, and of its live texts where they are shared. still: returns that of earlier rollouts, made
-    when first asked for, as it takes milliseconds. twins: the newest earlier rollout by its `random_key`.
+    index: of its live texts where they are shared. rollouts: earlier ones. twins: the newest by its `random_key`.
     """
 
     index: LiveIndex
-    still: Callable[[], StillIndex]
-    twins: dict[Hashable, Seq[int]]
+    prompt: list[int]
+    rollouts: tuple[tuple[Hashable, array], ...]
     live: int = 0
     ended: int = 0
+
+    @cached_property
+    def twins(self) -> dict[Hashable, array]:
+        return dict(self.rollouts)
+
+    @cached_property
+    def still(self) -> StillIndex:
+        """The index of the prompt and of earlier rollouts. Made when first asked for, as it takes milliseconds."""
+        lengths = self.index.lengths
+        tail = self.prompt[-lengths[-1] :]
+        return StillIndex(lengths, [*([*tail, *tokens] for _, tokens in self.rollouts), self.prompt[-MAX_PROMPT:]])
 
 
 @dataclass(eq=False)
@@ -225,15 +236,11 @@ class SuffixDrafter:
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         key = _key(seq)
         group = self._groups.get(key)
-        tail = prompt[-self.lengths[-1] :]
         if group is None:
-            rollouts = self._history.get(key, ())
-            still = cache(partial(StillIndex, self.lengths, [[*tail, *tokens] for _, tokens in rollouts] or [[]]))
-            group = self._groups[key] = Group(LiveIndex(self.lengths), still, dict(rollouts))
-            self._index(group.index, Text([]), prompt[-MAX_PROMPT:])
+            group = self._groups[key] = Group(LiveIndex(self.lengths), prompt, tuple(self._history.get(key, ())))
         group.live += 1
         index = group.index if self.shared else LiveIndex(self.lengths)
-        cursor = Cursor(key, group, index, self._pool(seq.cache_salt), Text(tail), seq.num_prompt_tokens)
+        cursor = Cursor(key, group, index, self._pool(seq.cache_salt), Text(prompt[-self.lengths[-1] :]), len(prompt))
         return self._cursors.setdefault(seq.seq_id, cursor)
 
     def _pool(self, salt: bytes) -> Pool:
@@ -268,7 +275,7 @@ class SuffixDrafter:
             run = cursor.text.tokens[-length:]
             if len(run) < length:
                 break
-            found = cursor.group.still().find(length, _hash(run))
+            found = cursor.group.still.find(length, _hash(run))
             found += cursor.group.index.find(run)
             if cursor.index is not cursor.group.index:
                 found += cursor.index.find(run)

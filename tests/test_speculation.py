@@ -156,6 +156,19 @@ def test_right_drafts_save_steps(checkpoint):
     assert stats.accepted_tokens <= stats.draft_tokens
 
 
+def test_a_drafted_token_that_ends_an_answer_counts_as_accepted(checkpoint):
+    path = checkpoint("qwen3")
+    free = SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
+    ids = LLM(path).generate([[5, 7, 9]], free, use_tqdm=False)[0].completions[0].token_ids
+    end = next(n for n in range(10, 40) if ids[n] not in ids[:n])
+    llm = LLM(path, speculative_config={"method": lambda tokens: ids[len(tokens) - 3 : end + 1]})
+    params = dataclasses.replace(free, stop_token_ids=[ids[end]])
+    found = llm.generate([[5, 7, 9]], params, use_tqdm=False)[0].completions[0]
+    assert (found.token_ids, found.finish_reason) == (ids[: end + 1], "stop")
+    stats = llm.stats()
+    assert 0 < stats.accepted_tokens == stats.draft_tokens
+
+
 def test_repeated_rollouts_of_equal_seeds_are_drafted_from_the_first(checkpoint):
     """Common random numbers: what was drawn before is drawn again."""
     llm = LLM(checkpoint("qwen3"), speculative_config={"method": "suffix"})
@@ -297,7 +310,9 @@ def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, d
         ({"method": lambda ids: ids, "prompt_lookup_min": 3}, "prompt_lookup_min means nothing to the speculative"),
         ({"method": "suffix", "num_speculative_tokens": 0}, "must be a positive integer"),
         ({"method": "ngram", "prompt_lookup_min": True}, "must be a positive integer"),
-        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at least prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "must be from prompt_lookup_min to 64"),
+        ({"method": "suffix", "prompt_lookup_max": 10**9}, "must be from prompt_lookup_min to 64"),
+        ({"method": "suffix", "prompt_lookup_min": 65}, "must be from prompt_lookup_min to 64"),
         ({"method": "suffix", "num_tokens": 3}, r"no \['num_tokens'\]; it has method, num_speculative_tokens"),
     ],
 )

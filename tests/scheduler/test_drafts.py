@@ -414,11 +414,20 @@ def test_drafts_end_before_the_last_token_and_at_the_limit():
 
 
 def test_a_drafter_that_fails_or_gives_no_token_ids_drafts_nothing(caplog):
+    class Broken:
+        def __index__(self):
+            raise RuntimeError("a device is gone")
+
     def failing(ids):
         raise KeyError("x")
 
+    def failing_later(ids):
+        yield Broken()
+
     for function in (
         failing,
+        failing_later,
+        lambda ids: [Broken()],
         lambda ids: None,
         lambda ids: [100],
         lambda ids: [-1],

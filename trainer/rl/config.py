@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ...correction import Correction
@@ -130,8 +130,8 @@ class TrainConfig:
     def deciding(self) -> dict[str, Any]:
         """The fields that a run's results depend on, as JSON has them; the model's path and the engine's size don't."""
         free = ("model", "steps", "check", "save_every", "keep", "output_dir", "engine", "sleep")
-        fields = {name: value for name, value in asdict(self).items() if name not in free}
-        return json.loads(json.dumps(fields, default=str))
+        plain = asdict(replace(self, engine={}))  # asdict copies, and a drafter may be a model
+        return json.loads(json.dumps({k: v for k, v in plain.items() if k not in free}, default=str))
 
     @property
     def recipe(self) -> Algorithm:

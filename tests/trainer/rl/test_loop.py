@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -593,6 +594,22 @@ def test_a_new_run_does_not_write_among_the_checkpoints_of_a_longer_one(tiny, tm
     Trainer(config_of(tiny, output_dir=tmp_path, steps=2), Digits()).fit()
     with pytest.raises(ValueError, match=r"step-000002 is of a run that is further: load\(\) it"):
         Trainer(config_of(tiny, output_dir=tmp_path, steps=1), Digits()).fit()
+
+
+class Drafter:
+    """One that can't be copied, as what holds a connection."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, ids):
+        return ids[-1:]
+
+
+def test_a_drafter_that_cannot_be_copied_may_train(tiny, tmp_path):
+    engine = {"kv_cache_memory_bytes": 2**21, "speculative_config": {"method": Drafter()}}
+    Trainer(config_of(tiny, output_dir=tmp_path, steps=1, engine=engine), Digits()).fit()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
