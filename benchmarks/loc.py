@@ -11,14 +11,14 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5750,
+    "engine + scheduler + model": 5790,
     "cluster": 930,
     "trainer": 620,
     "trainer/rl": 1080,
     "correction": 680,
     "correction/calibration": 570,
-    "integrations": 1260,
-    "integrations/trl.py + integrations/verl": 700,
+    "integrations": 1265,
+    "integrations/trl.py + integrations/verl": 705,
     "agents": 205,
     "server": 2000,
     "cli": 1690,

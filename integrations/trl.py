@@ -233,9 +233,10 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
     mixed = accelerator.mixed_precision != "no"
     if mixed and accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
-        dtype = cast = plugin.mixed_precision_policy.param_dtype
-        # A layer's output is in its dtype as it is; log-probs must stay float32.
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        policy = plugin.mixed_precision_policy
+        dtype = cast = policy.param_dtype
+        # A layer's inputs and output are in their dtypes as they are; log-probs must stay float32.
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, cast_forward_inputs=False)
     elif mixed and dtype == torch.float32:
         said = f"this model computes in float32: {accelerator.mixed_precision} autocast reaches no exact op"
         logger.warning("%s. Give model_init_kwargs={'dtype': 'bfloat16'}, or shard with FSDP2, for 16 bits", said)

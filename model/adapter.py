@@ -153,7 +153,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return within("", model)
 
 
-def _active(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+def active_layers(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Yield PEFT's layers that the active adapter is on, by their linears' names, and the adapter's name."""
     for name, layer in _layers(model):
         active = [key for key in layer.active_adapters if key in layer.lora_A]
@@ -170,19 +170,16 @@ def is_adapted(model: nn.Module) -> bool:
 
 def placements(model: nn.Module) -> dict[str, Placement]:
     """Return what the active adapter of a model adds, by the names of the linears in the base model."""
-    return {name: Placement(layer.r[key], layer.scaling[key]) for name, layer, key in _active(model)}
-
-
-def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the active adapter's tensors by their names in PEFT's files."""
-    for name, layer, key in _active(model):
-        yield tensor_name(name, "A"), layer.lora_A[key].weight
-        yield tensor_name(name, "B"), layer.lora_B[key].weight
+    return {name: Placement(layer.r[key], layer.scaling[key]) for name, layer, key in active_layers(model)}
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the active adapter's tensors by their names in PEFT's files."""
-    return dict(adapter_tensors(model))
+    state = {}
+    for name, layer, key in active_layers(model):
+        state[tensor_name(name, "A")] = layer.lora_A[key].weight
+        state[tensor_name(name, "B")] = layer.lora_B[key].weight
+    return state
 
 
 def updated_state(model: nn.Module) -> dict[str, Tensor]:

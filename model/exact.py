@@ -3,7 +3,6 @@ checkpoints work as they do on the original."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import os
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..kernels import ops
 from ..kernels.contract import Contract, NumericsError, probe, probe_attention
 from . import attention
-from .adapter import adapt, adapter_tensors, cover, describe, is_adapted, placements
+from .adapter import active_layers, adapt, cover, describe, is_adapted, placements
+from .casts import computed_dtypes, engine_dtypes, is_sharded
 from .checkpoint import CheckpointError, check_json_size, manifest, resolve
 from .coverage import cover_rest
 from .experts import is_experts, use_exact_experts
@@ -33,7 +32,6 @@ from .paged import group_size, head_dim, plain_call, random_input, takes_tokens
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
-from .stored import loaded_dtypes
 
 logger = logging.getLogger(__name__)
 NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
@@ -288,41 +286,24 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
     otherwise. NumericsError where an engine of that dtype has a tensor in another one.
     """
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
-    casts = _casts(model, param_dtype)
-    dtypes = {id(p): casts[name.rpartition(".")[0]] or p.dtype for name, p in model.named_parameters()}
+    dtypes = computed_dtypes(model, param_dtype)
     dtype = next(iter(dtypes.values()))
     contract = Contract.of(dtype, compute_device(model))
     if is_adapted(model):
-        _, factor = next(adapter_tensors(model))
-        name = str(dtypes[id(factor)]).removeprefix("torch.")
-        contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=name)
+        name, _, key = next(active_layers(model))
+        kept = str(dtypes[f"{name}.lora_A.{key}.weight"]).removeprefix("torch.")
+        contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=kept)
     if not linear.exact:
         return replace(contract, linear="torch")
-    loaded = engine_dtypes(model, dtype) if any(casts.values()) else {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        own = dtypes.get(id(tensor), tensor.dtype)
-        theirs = loaded.get(name.replace(".base_layer.", "."), own)
+    loaded = engine_dtypes(model.config, dtype) if param_dtype or is_sharded(model) else {}
+    for name, own in dtypes.items():
+        theirs = loaded.get(name, own)
         if own != theirs:
-            remedy = "wrap the model with samebits.trainer.shard" if id(tensor) in dtypes else "give both float32"
-            raise NumericsError(f"{name} is {own} as FSDP2 casts it, and {theirs} in an engine of {dtype}: {remedy}")
+            raise NumericsError(
+                f"{name} is {own} as FSDP2 has it, and {theirs} in an engine of {dtype}: give both float32"
+                f"{', or wrap the model with samebits.trainer.shard' if own == dtype else ''}"
+            )
     return contract
-
-
-def _casts(model: nn.Module, param_dtype: torch.dtype | None) -> dict[str, torch.dtype | None]:
-    """Return, by modules' names, the dtype to which FSDP2 casts a module's own parameters, or None."""
-    casts = {"": param_dtype}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            casts[name] = module._get_fsdp_state()._mp_policy.param_dtype
-        else:
-            casts[name] = casts[name.rpartition(".")[0]]
-    return casts
-
-
-def engine_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each of a model's stored tensors in an engine of `dtype`, which keeps some in fp32."""
-    with torch.device("meta"):
-        return loaded_dtypes(AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype))
 
 
 def compute_device(model: nn.Module) -> torch.device:

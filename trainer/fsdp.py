@@ -14,28 +14,29 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from ..model.exact import engine_dtypes
+from ..model.casts import engine_dtypes, own_name
 
 
 def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group.
 
-    What an engine keeps in fp32 when it is loaded in 16 bits (some families' routers) is wrapped by itself, uncast.
+    As in an engine of 16 bits, what transformers keeps in fp32 (some families' routers) is not cast, in a group of its
+    own, and neither are a layer's inputs, whatever the `mp_policy`.
     """
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
         atexit.register(_let_go)
-    policy = kwargs.get("mp_policy", MixedPrecisionPolicy())
+    policy = replace(kwargs.get("mp_policy", MixedPrecisionPolicy()), cast_forward_inputs=False)
     dtype = policy.param_dtype or model.dtype
-    dtypes = engine_dtypes(model, dtype)
-    kept = {name for name, _ in model.named_parameters() if dtypes.get(name, dtype) != dtype}
+    loaded = engine_dtypes(model.config, dtype)
+    done: set[str] = set()
     for prefix, module in model.named_modules():
-        own = {name for name, _ in module.named_parameters(prefix)}
-        if own and own <= kept:
-            fully_shard(module, **kwargs | {"mp_policy": replace(policy, param_dtype=None)})
-            kept -= own
+        own = {own_name(name) for name, _ in module.named_parameters(prefix)} - done
+        if own and all(loaded.get(name, dtype) != dtype for name in own):
+            fully_shard(module, **kwargs | {"mp_policy": replace(policy, param_dtype=None, output_dtype=None)})
+            done |= own
     for layer in model.get_decoder().layers:
-        fully_shard(layer, **kwargs)
+        fully_shard(layer, **kwargs | {"mp_policy": policy})
     fully_shard(model, **kwargs)
     return model
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ...kernels import ops
 from ...kernels.contract import Contract, NumericsError
 from ...model.adapter import adapter_state, is_adapted, is_adapter_tensor
+from ...model.casts import is_sharded
 from ...model.exact import LMHead, contract_of
 from ...model.stored import Piece, by_tensor
 from .spec import TensorSpec
@@ -135,6 +135,6 @@ def check_contract(module: nn.Module, contract: Contract) -> None:
             "rollouts'. To take its weights all the same, give module.state_dict().items()"
         )
     found = contract_of(module)  # type: ignore[arg-type]
-    if found.dtype == "float32" and not isinstance(module, FSDPModule):
+    if found.dtype == "float32" and not is_sharded(module):
         found = replace(found, dtype=contract.dtype)
     contract.check(found)

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
 from samebits import LLM, NumericsError, SamplingParams
 from samebits.engine.weights import check_contract
+from samebits.model import roles
 from samebits.model.exact import compute_device, contract_of
 from samebits.trainer import exact_model, shard, token_logprobs
 from samebits.trainer.fsdp import init_process_group
@@ -163,7 +164,7 @@ def test_a_family_that_fsdp_casts_has_the_engines_bits_or_is_refused(tmp_path, f
     trainer, engine = exact_model(path, torch.float32), exact_model(path, dtype)
     kept = {"ernie4_5_moe": "mlp.gate.weight", "hunyuan_v1_moe": "mlp.gate.wg.weight"}
     if family in kept:  # who wraps layers alone is refused
-        with pytest.raises(NumericsError, match=rf"{kept[family]} is {dtype} .*wrap the model with samebits"):
+        with pytest.raises(NumericsError, match=rf"{kept[family]} is {dtype} .*or wrap the model with samebits"):
             contract_of(trainer, dtype)
     shard(trainer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     if family == "minimax_m2":
@@ -175,6 +176,63 @@ def test_a_family_that_fsdp_casts_has_the_engines_bits_or_is_refused(tmp_path, f
         ids = torch.tensor([prompt_of(40)])
         with torch.no_grad():
             assert torch.equal(token_logprobs(trainer, ids), token_logprobs(engine, ids))
+
+
+def test_a_layers_inputs_reach_it_as_they_are(tmp_path, monkeypatch):
+    """Here rotary tables in fp32, as a family's own code may make them."""
+    monkeypatch.setattr(roles, "_rotary", lambda module: None)
+    init_process_group()
+    path = make_family(tmp_path, "olmo3")
+    ids = torch.tensor([prompt_of(40)])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = token_logprobs(exact_model(path, torch.bfloat16), ids)
+        assert torch.equal(token_logprobs(shard(exact_model(path), mp_policy=policy), ids), expected)
+        plain = exact_model(path)
+        for module in (*plain.model.layers, plain):
+            fully_shard(module, mp_policy=policy)
+        assert not torch.equal(token_logprobs(plain, ids), expected), "FSDP2's own default rounds them"
+
+
+def test_a_model_that_was_not_trained_since_it_scored_is_what_it_was(checkpoint):
+    """FSDP2 leaves the root's parameters whole until a backward."""
+    init_process_group()
+    model = exact_model(checkpoint("qwen3"), torch.float32)
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    before = contract_of(model)
+    with torch.no_grad():
+        token_logprobs(model, torch.tensor([prompt_of(40)]))
+    check_contract(model, before)
+
+
+@pytest.mark.parametrize(("family", "refused"), [("ernie4_5_moe", False), ("minimax_m2", True)])
+def test_a_base_under_an_adapter_is_checked_by_its_own_names(tmp_path, family, refused):
+    init_process_group()
+    path = make_family(tmp_path, family)
+    model = exact_model(path, torch.float32, adapter=lora(target_modules=["q_proj"]))
+    with pytest.raises(NumericsError, match=r"model\.layers\.\d\.mlp\..* in an engine of torch.bfloat16: give both"):
+        contract_of(model, torch.bfloat16)
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    if refused:
+        with pytest.raises(NumericsError, match="e_score_correction_bias is"):
+            contract_of(model)
+    else:
+        engine = exact_model(path, torch.bfloat16, adapter=lora(target_modules=["q_proj"]))
+        check_contract(model, replace(contract_of(engine), adapter_dtype="bfloat16"))
+        ids = torch.tensor([prompt_of(40)])
+        with torch.no_grad():
+            assert torch.equal(token_logprobs(model, ids), token_logprobs(engine, ids))
+
+
+def test_parameters_that_fsdp_is_told_to_ignore_are_not_cast(checkpoint):
+    init_process_group()
+    model = exact_model(checkpoint("qwen3"), torch.float32)
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    fully_shard(model, ignored_params={model.model.norm.weight}, **policy)
+    with pytest.raises(NumericsError, match=r"model\.norm\.weight is torch.float32 as FSDP2 has it"):
+        contract_of(model)
 
 
 def test_a_control_is_not_refused_for_its_casts(tmp_path):
