@@ -77,6 +77,9 @@ class Drafter(Protocol):
 
     seconds: float
 
+    def source(self, seq: Sequence) -> str:
+        """Return a name for what a proposal would come from: how often drafts are right is told for each."""
+
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and how likely each is if those before it come."""
 
@@ -93,6 +96,10 @@ class CallableDrafter:
         self.seconds = 0.0
         self._asked = 0
         self._warned = False
+
+    def source(self, seq: Sequence) -> str:
+        """Return the only one."""
+        return "function"
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return the function's tokens up to the first that is no token id."""
@@ -118,17 +125,25 @@ class CallableDrafter:
 
 
 @dataclass
+class Tally:
+    """How drafts have done: tokens `offered` by the drafter's own estimates, and `accepted`; old ones fade."""
+
+    offered: float = 0.0
+    accepted: float = 0.0
+
+
+@dataclass
 class Record:
-    """How a sequence's drafts have done: `offered` by the drafter's own estimates, and `accepted`; old ones fade.
+    """A sequence's drafts. tally: of those from its present source.
 
     promised: tokens that were expected of a draft, as a fading mean; no draft promises none. draft, shares: the last
     draft and its estimates, made when `start` tokens were known. probe_at: tokens when the next probe is due.
     """
 
     promised: float
-    probe_at: int = 0
-    offered: float = 0.0
-    accepted: float = 0.0
+    probe_at: int
+    source: str = ""
+    tally: Tally = field(default_factory=Tally)
     draft: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     start: int = 0
@@ -157,7 +172,8 @@ class Speculator:
         self.step_seconds = step_seconds
         self._missed = 2 if overlaps else 0
         self._records: dict[int, Record] = {}
-        self._all = Record(promised=2.0)
+        self._promised = 2.0  # of a draft of those that lag, as a fading mean
+        self._usual: defaultdict[str, Tally] = defaultdict(Tally)  # of all sequences, by source
         self.drafter: Drafter
         if callable(config.method):
             self.drafter = CallableDrafter(config.method, vocab_size)
@@ -178,13 +194,17 @@ class Speculator:
         told *= len(running) / num_sequences / len(to_come)  # steps until each has had one, shared by the calls
         self._share_of_last = {}
         for call, each in to_come.items():
-            least = max(each) - LEAD * self._all.promised
+            least = max(each) - LEAD * self._promised
             self._share_of_last[call] = least, told / sum(n >= least for n in each)
 
     def draft(self, seq: Sequence, room: int) -> list[int]:
         """Return a draft of at most `room` tokens for a sequence that computes its last token in this step."""
         record = self._record(seq)
         self._settle(record, seq)
+        source = self.drafter.source(seq)
+        if source != record.source:
+            record.source = source
+            record.tally = Tally()
         chance = self._chance(record)
         most = min(self.limit, room, seq.tokens_to_come - 1)
         least, share = self._share_of_last[seq.call]
@@ -204,7 +224,7 @@ class Speculator:
         record.shares = shares[:keep]
         record.promised += 0.2 * (promised - record.promised)
         if lags:
-            self._all.promised += 0.01 * (promised - self._all.promised)
+            self._promised += 0.01 * (promised - self._promised)
         self._rows += len(record.draft)
         return record.draft
 
@@ -215,7 +235,7 @@ class Speculator:
 
     def _record(self, seq: Sequence) -> Record:
         if seq.seq_id not in self._records:
-            self._records[seq.seq_id] = Record(self._all.promised, seq.num_tokens + PROBE_EVERY)
+            self._records[seq.seq_id] = Record(self._promised, seq.num_tokens + PROBE_EVERY)
         return self._records[seq.seq_id]
 
     def _costs(self, most: int, share: float) -> list[float]:
@@ -228,19 +248,21 @@ class Speculator:
 
     def _chance(self, record: Record) -> float:
         """The probability of a drafted token whose estimate is 1: as for all sequences, until its own are known."""
-        usual = (1.0 + self._all.accepted) / (2.0 + self._all.offered)
-        return min(MAX_CHANCE, (2.0 * usual + record.accepted) / (2.0 + record.offered))
+        all_of_it = self._usual[record.source]
+        usual = (1.0 + all_of_it.accepted) / (2.0 + all_of_it.offered)
+        return min(MAX_CHANCE, (2.0 * usual + record.tally.accepted) / (2.0 + record.tally.offered))
 
     def _settle(self, record: Record, seq: Sequence) -> None:
         """Compare a sequence's last draft with what was sampled."""
         sampled = seq.token_ids[record.start :]
         if not record.draft or not sampled:
             return
-        for each, kept in ((record, 0.8), (self._all, 0.99)):
+        tallies = record.tally, self._usual[record.source]
+        for each, kept in zip(tallies, (0.8, 0.99), strict=True):
             each.offered *= kept
             each.accepted *= kept
         for token, drafted, share in zip(sampled, record.draft, record.shares, strict=False):
-            for each in (record, self._all):
+            for each in tallies:
                 each.offered += share
                 each.accepted += token == drafted
             if token != drafted:

@@ -23,6 +23,7 @@ ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of 
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
 MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
+NONE = array("i")
 HASH_BASE = 0x9E3779B97F4A7C15
 
 
@@ -137,7 +138,7 @@ def _count(texts: list[array]) -> int:
 class Group:
     """The places in a prompt's texts while sequences of it run: `live` ones, and `ended` ones since it was made.
 
-    index: of its live texts where they are shared. rollouts: earlier ones. twins: the newest by its `random_key`.
+    index: of its live texts where they are shared. rollouts: earlier ones, by `random_key`, the newest last.
     """
 
     index: LiveIndex
@@ -148,6 +149,7 @@ class Group:
 
     @cached_property
     def twins(self) -> dict[Hashable, array]:
+        """The newest earlier rollout of each `random_key`."""
         return dict(self.rollouts)
 
     @cached_property
@@ -155,7 +157,7 @@ class Group:
         """The index of the prompt and of earlier rollouts. Made when first asked for, as it takes milliseconds."""
         lengths = self.index.lengths
         tail = self.prompt[-lengths[-1] :]
-        return StillIndex(lengths, [*([*tail, *tokens] for _, tokens in self.rollouts), self.prompt[-MAX_PROMPT:]])
+        return StillIndex(lengths, [*([*tail, *tokens] for _, tokens in self.rollouts), self.prompt])
 
 
 @dataclass(eq=False)
@@ -199,16 +201,17 @@ class SuffixDrafter:
         self._live_tokens = 0
         self._pools: OrderedDict[bytes, Pool] = OrderedDict()  # by salt
 
+    def source(self, seq: Sequence) -> str:
+        """Return twin, where the sequence agrees with a rollout of the same `random_key`, or texts."""
+        return "twin" if self._twin(seq) else "texts"
+
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and the share of places that agree on each."""
-        cursor = self._cursors.get(seq.seq_id) or self._enter(seq)
-        twin = cursor.group.twins.get(seq.random_key)
-        known = seq.num_completion_tokens
-        if twin is not None and known < len(twin):
-            since = max(0, known - self.lengths[0])
-            if twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :]):
-                tokens = [*twin[known : known + limit]]
-                return tokens, [1.0] * len(tokens)
+        cursor = self._cursor(seq)
+        if twin := self._twin(seq):
+            known = seq.num_completion_tokens
+            tokens = [*twin[known : known + limit]]
+            return tokens, [1.0] * len(tokens)
         self._take_in(cursor, seq)  # not before: the twin's own text is known
         if not any(i < len(text.tokens) for text, i in cursor.places):
             cursor.places = self._find(cursor)
@@ -231,13 +234,24 @@ class SuffixDrafter:
             self._keep(_key(seq) if cursor is None else cursor.key, seq.random_key, rollout)
             self._pool(seq.cache_salt).add(rollout)
 
-    def _enter(self, seq: Sequence) -> Cursor:
-        """Begin to follow a sequence, by itself or in its prompt's group."""
+    def _twin(self, seq: Sequence) -> array:
+        """Return the rollout of the same `random_key` if it has more tokens and those before agree; empty otherwise."""
+        twin = self._cursor(seq).group.twins.get(seq.random_key, NONE)
+        known = seq.num_completion_tokens
+        since = max(0, known - self.lengths[0])
+        agrees = known < len(twin) and twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :])
+        return twin if agrees else NONE
+
+    def _cursor(self, seq: Sequence) -> Cursor:
+        """Follow a sequence, by itself or in its prompt's group."""
+        if seq.seq_id in self._cursors:
+            return self._cursors[seq.seq_id]
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         key = _key(seq)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = Group(LiveIndex(self.lengths), prompt, tuple(self._history.get(key, ())))
+            rollouts = tuple(self._history.get(key, ()))
+            group = self._groups[key] = Group(LiveIndex(self.lengths), prompt[-MAX_PROMPT:], rollouts)
         group.live += 1
         index = group.index if self.shared else LiveIndex(self.lengths)
         cursor = Cursor(key, group, index, self._pool(seq.cache_salt), Text(prompt[-self.lengths[-1] :]), len(prompt))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samebits.scheduler import BlockManager, Scheduler, Sequence, SpeculativeConfig, Speculator, suffix
-from samebits.scheduler.drafts import PROBE_EVERY
+from samebits.scheduler.drafts import PROBE_EVERY, Tally
 from samebits.scheduler.suffix import Pool, SuffixDrafter
 
 
@@ -307,6 +307,23 @@ def waits_of(one, count):
     return waits
 
 
+def test_a_source_that_is_seldom_right_does_not_speak_for_another():
+    """A validation's drafts after those of rollouts, and what a sample drafts once it left its twin."""
+    one = Speculator(SpeculativeConfig(method="suffix"), 100, lambda rows: 1.0 + 0.1 * rows)
+    one._usual["texts"] = Tally(100.0, 2.0)
+    one._usual["twin"] = Tally(100.0, 98.0)
+    one.finish(sequence(0, [5], [*range(10, 60)], key=1))
+    for key, tokens, length in ((1, [10], 8), (2, [10], 0), (1, [10, 11, 99, 10], 0)):
+        seq = sequence(key + len(tokens), [5], tokens, key=key)
+        one.begin_step([seq], 1, 1, False)
+        assert len(one.draft(seq, 100)) == length, (key, tokens)
+    seq = sequence(9, [5], [10], key=1)
+    for tokens, right in (([], 8), ([*range(11, 20)], 8), ([99, 10], 0)):
+        seq.token_ids += tokens
+        one.begin_step([seq], 1, 1, False)
+        assert len(one.draft(seq, 100)) == right, tokens
+
+
 def test_a_sequence_waits_for_drafts_only_where_they_promise_a_token():
     for seconds, draft in ((lambda rows: 1.0, []), (lambda rows: float(rows), [3] * 8)):
         one = speculator(seconds, draft)
@@ -409,7 +426,7 @@ def test_drafts_end_before_the_last_token_and_at_the_limit():
     for left, expected in ((1, 0), (2, 1), (4, 3), (100, 5)):
         seq = sequence(left, [1], max_tokens=left)
         one.begin_step([seq], 1, 1, False)
-        one._all.offered = one._all.accepted = 10.0**6
+        one._usual["function"] = Tally(10.0**6, 10.0**6)
         assert len(one.draft(seq, 100)) == expected
 
 
