@@ -164,6 +164,8 @@ class Speculator:
     ):
         self._rows = 0
         self._seconds = 0.0  # of this step without drafts
+        self._rest = 0.0  # of a step, beside those that were measured: the driver's, as a fading mean
+        self._started: float | None = None  # the step before, if sequences had one token each
         self._num_sequences = 1  # of this step
         self._share_of_all = 0.0  # of a step, that a token of any sequence saves
         self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
@@ -183,9 +185,15 @@ class Speculator:
 
     def begin_step(self, running: list[Sequence], num_sequences: int, num_rows: int, queue: bool) -> None:
         """Start a step of `num_sequences` of those that run: `num_rows` rows without drafts. queue: others wait."""
+        now = time.perf_counter()
+        if self._started is not None:
+            measured = self.step_seconds(self._rows)
+            rest = min(max(now - self._started - measured, 0.0), 2.0 * measured)  # it may have been idle, too
+            self._rest += 0.05 * (rest - self._rest)
+        self._started = now if num_rows == num_sequences else None
         self._rows = num_rows
         self._num_sequences = num_sequences
-        self._seconds = self.step_seconds(num_rows)
+        self._seconds = self.step_seconds(num_rows) + self._rest
         to_come: defaultdict[Hashable, list[int]] = defaultdict(list)
         for seq in running:
             to_come[seq.call].append(seq.tokens_to_come)

@@ -307,6 +307,25 @@ def waits_of(one, count):
     return waits
 
 
+@pytest.mark.parametrize(("rest", "paying"), [(0.0, False), (2.0, True)])
+def test_what_a_step_takes_beside_its_rows_is_saved_by_drafts_too(monkeypatch, rest, paying):
+    """Rows that each take as long as the first never pay, unless a step takes more than they do."""
+    now = 0.0
+    monkeypatch.setattr("samebits.scheduler.drafts.time.perf_counter", lambda: now)
+    one = Speculator(SpeculativeConfig(method=lambda ids: [3] * 8), 100, lambda rows: float(rows))
+    seq = sequence(0, [1], max_tokens=10**6)
+    lengths = []
+    for _ in range(200):
+        one.begin_step([seq], 1, 1, False)
+        lengths.append(len(one.draft(seq, 100)))
+        seq.token_ids += [3] * (lengths[-1] + 1)
+        now += 1.0 + lengths[-1] + rest
+    assert (min(lengths[-50:]) > 0) == paying
+    now += 10.0**6  # idle
+    one.begin_step([seq], 1, 1, False)
+    assert one._rest <= 3.0
+
+
 def test_a_source_that_is_seldom_right_does_not_speak_for_another():
     """A validation's drafts after those of rollouts, and what a sample drafts once it left its twin."""
     one = Speculator(SpeculativeConfig(method="suffix"), 100, lambda rows: 1.0 + 0.1 * rows)
