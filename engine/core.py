@@ -82,6 +82,7 @@ class EngineCore(WorkerEngine):
         self._next_seq_id = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
+        self._model_seconds = 0.0  # of these, as `measure_step_seconds` counts them
         self.expert_reader = ExpertReader(executor, blocks.block_size)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class EngineCore(WorkerEngine):
     def step(self) -> None:
         """Submit as many steps as may be under way, then take the oldest one's tokens."""
         start = time.perf_counter()
+        others = self._model_seconds
         if self.failure is not None:
             raise WorkerError(f"the pipeline is broken ({self.failure}); make a new engine")
         if not self.ready:
@@ -143,16 +145,21 @@ class EngineCore(WorkerEngine):
                 pass
             if self._steps:
                 self._collect()
-            self._step_seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._step_seconds += seconds
+            if self.scheduler.speculator is not None and self._max_steps == 1:  # or others compute meanwhile
+                self.scheduler.speculator.note_driver(seconds - (self._model_seconds - others))
 
     def _submit(self) -> bool:
         """Schedule and start a step. False if there is nothing to compute now."""
         batch = self.scheduler.schedule()
         if not batch.sequences:
             return False
+        start = time.perf_counter()
         plan, rows = self.planner.plan(batch, self.scheduler.block_copies)
         try:
             result = self.executor.submit(plan)
+            self._model_seconds += time.perf_counter() - start
         except torch.OutOfMemoryError as error:
             if not self.executor.is_local:
                 self.failure = f"a stage ran out of memory: {error}"
@@ -189,8 +196,10 @@ class EngineCore(WorkerEngine):
 
     def _collect(self) -> None:
         step = self._steps.popleft()
+        start = time.perf_counter()
         try:
             tokens = step.result.wait()
+            self._model_seconds += time.perf_counter() - start
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise

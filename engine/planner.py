@@ -37,6 +37,7 @@ class Planner:
     def __init__(self, config: PretrainedConfig, device: torch.device):
         self.kernels = ops.backend(device)
         self.group = group_size(config)
+        self.vocab_size = config.vocab_size
 
     def plan(self, batch: Batch, block_copies: Seq[tuple[int, int]]) -> tuple[Plan, list[LogitsRow]]:
         """Return the plan, and the rows of logits whose tokens it gives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
@@ -45,10 +46,11 @@ def _seconds(executor: Executor, planner: Planner, rows: int, sequences: int) ->
     """Time one step of sequences of one token and a draft, each in a block of its own."""
     request = Request("", None, [0], SamplingParams(n=sequences), 0, (), 0)
     batch = Batch([Sample(request, index, 1, False) for index in range(sequences)])
+    tokens = iter(n % planner.vocab_size for n in range(rows))  # all different: a mixture reads each one's experts
     for block, seq in enumerate(batch.sequences):
         seq.block_table = [block]
         seq.num_scheduled_tokens = rows // sequences
-        seq.draft = [0] * (seq.num_scheduled_tokens - 1)
+        seq.token_ids, seq.draft = [next(tokens)], [*islice(tokens, seq.num_scheduled_tokens - 1)]
     start = time.perf_counter()
     plan, _ = planner.plan(batch, [])
     executor.submit(plan).wait()

@@ -126,8 +126,12 @@ class CallableDrafter:
 
 @dataclass
 class Tally:
-    """How drafts have done: tokens `offered` by the drafter's own estimates, and `accepted`; old ones fade."""
+    """How drafts have done: tokens `offered` by the drafter's own estimates, and `accepted`; old ones fade.
 
+    promised: tokens that were expected of a draft, as a fading mean; no draft promises none.
+    """
+
+    promised: float = 2.0
     offered: float = 0.0
     accepted: float = 0.0
 
@@ -136,11 +140,10 @@ class Tally:
 class Record:
     """A sequence's drafts. tally: of those from its present source.
 
-    promised: tokens that were expected of a draft, as a fading mean; no draft promises none. draft, shares: the last
-    draft and its estimates, made when `start` tokens were known. probe_at: tokens when the next probe is due.
+    draft, shares: the last draft and its estimates, made when `start` tokens were known. probe_at: tokens when the next
+    probe is due.
     """
 
-    promised: float
     probe_at: int
     source: str = ""
     tally: Tally = field(default_factory=Tally)
@@ -164,8 +167,8 @@ class Speculator:
     ):
         self._rows = 0
         self._seconds = 0.0  # of this step without drafts
-        self._rest = 0.0  # of a step, beside those that were measured: the driver's, as a fading mean
-        self._started: float | None = None  # the step before, if sequences had one token each
+        self._driver_seconds = 0.0  # of a step, beside the model's and the drafts', as a fading mean
+        self._drafting = 0.0  # seconds of this step that went into drafts
         self._num_sequences = 1  # of this step
         self._share_of_all = 0.0  # of a step, that a token of any sequence saves
         self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
@@ -185,15 +188,9 @@ class Speculator:
 
     def begin_step(self, running: list[Sequence], num_sequences: int, num_rows: int, queue: bool) -> None:
         """Start a step of `num_sequences` of those that run: `num_rows` rows without drafts. queue: others wait."""
-        now = time.perf_counter()
-        if self._started is not None:
-            measured = self.step_seconds(self._rows)
-            rest = min(max(now - self._started - measured, 0.0), 2.0 * measured)  # it may have been idle, too
-            self._rest += 0.05 * (rest - self._rest)
-        self._started = now if num_rows == num_sequences else None
         self._rows = num_rows
         self._num_sequences = num_sequences
-        self._seconds = self.step_seconds(num_rows) + self._rest
+        self._seconds = self.step_seconds(num_rows) + self._driver_seconds
         to_come: defaultdict[Hashable, list[int]] = defaultdict(list)
         for seq in running:
             to_come[seq.call].append(seq.tokens_to_come)
@@ -207,12 +204,8 @@ class Speculator:
 
     def draft(self, seq: Sequence, room: int) -> list[int]:
         """Return a draft of at most `room` tokens for a sequence that computes its last token in this step."""
+        begin = time.perf_counter()
         record = self._record(seq)
-        self._settle(record, seq)
-        source = self.drafter.source(seq)
-        if source != record.source:
-            record.source = source
-            record.tally = Tally()
         chance = self._chance(record)
         most = min(self.limit, room, seq.tokens_to_come - 1)
         least, share = self._share_of_last[seq.call]
@@ -230,21 +223,35 @@ class Speculator:
         record.start = len(seq.token_ids)
         record.draft = tokens[:keep]
         record.shares = shares[:keep]
-        record.promised += 0.2 * (promised - record.promised)
+        for each, rate in ((record.tally, 0.2), (self._usual[record.source], 0.01)):
+            each.promised += rate * (promised - each.promised)
         if lags:
             self._promised += 0.01 * (promised - self._promised)
         self._rows += len(record.draft)
+        self._drafting += time.perf_counter() - begin
         return record.draft
+
+    def note_driver(self, seconds: float) -> None:
+        """Note what a step took beside the model, drafts included: they don't save their own time."""
+        self._driver_seconds += 0.05 * (seconds - self._drafting - self._driver_seconds)
+        self._drafting = 0.0
 
     def pays_to_wait(self, seq: Sequence) -> bool:
         """True if a draft promises the token, at least, that a step without waiting would give, or for a probe."""
         record = self._record(seq)
-        return record.promised >= 1.0 or seq.num_tokens >= record.probe_at
+        return record.tally.promised >= 1.0 or seq.num_tokens >= record.probe_at
 
     def _record(self, seq: Sequence) -> Record:
+        """Return the sequence's record, with what came of its last draft, begun anew where its source is another."""
         if seq.seq_id not in self._records:
-            self._records[seq.seq_id] = Record(self._promised, seq.num_tokens + PROBE_EVERY)
-        return self._records[seq.seq_id]
+            self._records[seq.seq_id] = Record(seq.num_tokens + PROBE_EVERY)
+        record = self._records[seq.seq_id]
+        self._settle(record, seq)
+        source = self.drafter.source(seq)
+        if source != record.source:
+            record.source = source
+            record.tally = Tally(self._usual[source].promised)
+        return record
 
     def _costs(self, most: int, share: float) -> list[float]:
         """Return what drafts of 1, 2, ... tokens cost, in tokens, each of which saves this share of a step."""
@@ -275,6 +282,7 @@ class Speculator:
                 each.accepted += token == drafted
             if token != drafted:
                 break
+        record.draft = []
 
     def finish(self, seq: Sequence) -> None:
         """Take leave of a sequence that has ended."""

@@ -23,7 +23,7 @@ ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of 
 PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
 MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
-NONE = array("i")
+NO_ROLLOUT = array("i")
 HASH_BASE = 0x9E3779B97F4A7C15
 
 
@@ -236,11 +236,11 @@ class SuffixDrafter:
 
     def _twin(self, seq: Sequence) -> array:
         """Return the rollout of the same `random_key` if it has more tokens and those before agree; empty otherwise."""
-        twin = self._cursor(seq).group.twins.get(seq.random_key, NONE)
+        twin = self._cursor(seq).group.twins.get(seq.random_key, NO_ROLLOUT)
         known = seq.num_completion_tokens
         since = max(0, known - self.lengths[0])
         agrees = known < len(twin) and twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :])
-        return twin if agrees else NONE
+        return twin if agrees else NO_ROLLOUT
 
     def _cursor(self, seq: Sequence) -> Cursor:
         """Follow a sequence, by itself or in its prompt's group."""

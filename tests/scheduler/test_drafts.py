@@ -307,11 +307,9 @@ def waits_of(one, count):
     return waits
 
 
-@pytest.mark.parametrize(("rest", "paying"), [(0.0, False), (2.0, True)])
-def test_what_a_step_takes_beside_its_rows_is_saved_by_drafts_too(monkeypatch, rest, paying):
+@pytest.mark.parametrize(("driver", "paying"), [(0.0, False), (2.0, True)])
+def test_what_a_step_takes_beside_its_rows_is_saved_by_drafts_too(driver, paying):
     """Rows that each take as long as the first never pay, unless a step takes more than they do."""
-    now = 0.0
-    monkeypatch.setattr("samebits.scheduler.drafts.time.perf_counter", lambda: now)
     one = Speculator(SpeculativeConfig(method=lambda ids: [3] * 8), 100, lambda rows: float(rows))
     seq = sequence(0, [1], max_tokens=10**6)
     lengths = []
@@ -319,25 +317,37 @@ def test_what_a_step_takes_beside_its_rows_is_saved_by_drafts_too(monkeypatch, r
         one.begin_step([seq], 1, 1, False)
         lengths.append(len(one.draft(seq, 100)))
         seq.token_ids += [3] * (lengths[-1] + 1)
-        now += 1.0 + lengths[-1] + rest
-    assert (min(lengths[-50:]) > 0) == paying
-    now += 10.0**6  # idle
-    one.begin_step([seq], 1, 1, False)
-    assert one._rest <= 3.0
+        one.note_driver(driver)
+    assert min(lengths[-50:]) > 0 if paying else sum(lengths[-50:]) <= 4, "probes"
+
+
+def test_a_drafter_that_takes_long_saves_none_of_its_own_time():
+    def slow(ids):
+        time.sleep(0.002)
+        return [3] * 8
+
+    one = Speculator(SpeculativeConfig(method=slow), 100, lambda rows: 0.001 * rows)
+    seq = sequence(0, [1], max_tokens=10**6)
+    for _ in range(30):
+        begin = time.perf_counter()
+        one.begin_step([seq], 1, 1, False)
+        seq.token_ids += [*one.draft(seq, 100), 3]
+        one.note_driver(time.perf_counter() - begin)
+    assert one._driver_seconds < 0.001
 
 
 def test_a_source_that_is_seldom_right_does_not_speak_for_another():
     """A validation's drafts after those of rollouts, and what a sample drafts once it left its twin."""
     one = Speculator(SpeculativeConfig(method="suffix"), 100, lambda rows: 1.0 + 0.1 * rows)
-    one._usual["texts"] = Tally(100.0, 2.0)
-    one._usual["twin"] = Tally(100.0, 98.0)
+    one._usual["texts"] = Tally(offered=100.0, accepted=2.0)
+    one._usual["twin"] = Tally(offered=100.0, accepted=98.0)
     one.finish(sequence(0, [5], [*range(10, 60)], key=1))
-    for key, tokens, length in ((1, [10], 8), (2, [10], 0), (1, [10, 11, 99, 10], 0)):
+    for key, tokens, length in ((1, [10], 8), (2, [10, 11, 12], 0), (1, [10, 11, 99, 10, 11], 0)):
         seq = sequence(key + len(tokens), [5], tokens, key=key)
         one.begin_step([seq], 1, 1, False)
         assert len(one.draft(seq, 100)) == length, (key, tokens)
     seq = sequence(9, [5], [10], key=1)
-    for tokens, right in (([], 8), ([*range(11, 20)], 8), ([99, 10], 0)):
+    for tokens, right in (([], 8), ([*range(11, 20)], 8), ([99, 10, 11], 0)):
         seq.token_ids += tokens
         one.begin_step([seq], 1, 1, False)
         assert len(one.draft(seq, 100)) == right, tokens
@@ -445,7 +455,7 @@ def test_drafts_end_before_the_last_token_and_at_the_limit():
     for left, expected in ((1, 0), (2, 1), (4, 3), (100, 5)):
         seq = sequence(left, [1], max_tokens=left)
         one.begin_step([seq], 1, 1, False)
-        one._usual["function"] = Tally(10.0**6, 10.0**6)
+        one._usual["function"] = Tally(offered=10.0**6, accepted=10.0**6)
         assert len(one.draft(seq, 100)) == expected
 
 
@@ -512,7 +522,7 @@ def test_drafts_take_what_nobody_else_wants_of_a_step(count, budget):
     assert min(seq.num_completion_tokens for seq in sequences) > 40
     assert bool(scheduler.stats.draft_tokens) == (budget > count)
     records = scheduler.speculator._records
-    waits = [records[seq.seq_id].promised >= 1 for seq in sequences]
+    waits = [records[seq.seq_id].tally.promised >= 1 for seq in sequences]
     assert all(scheduler.speculator.pays_to_wait(seq) for seq, wait in zip(sequences, waits, strict=True) if wait)
     assert any(waits) == (budget > count), "who never has room for drafts waits for none"
 
