@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import json
+import copy
 import re
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from .stored import loaded_dtypes
 
@@ -51,12 +50,17 @@ def computed_dtypes(model: nn.Module, param_dtype: torch.dtype | None = None) ->
     return found
 
 
+_loaded: dict[
+    tuple[str, torch.dtype], dict[str, torch.dtype]
+] = {}  # by config, as a model of it takes a second to make
+
+
 def engine_dtypes(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes that a model's stored tensors have in an engine of `dtype`: some stay fp32. Empty for fp32."""
-    return {} if dtype == torch.float32 else _loaded(config.to_json_string(), dtype)
-
-
-@functools.lru_cache(maxsize=8)
-def _loaded(config: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    with torch.device("meta"):
-        return loaded_dtypes(AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)), dtype=dtype))
+    if dtype == torch.float32:
+        return {}
+    key = config.to_json_string(), dtype
+    if key not in _loaded:
+        with torch.device("meta"):
+            _loaded[key] = loaded_dtypes(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype))
+    return _loaded[key]

@@ -283,7 +283,8 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
     """The numerics contract in which a model from `exact_model` computes, or a slice of one.
 
     A parameter's dtype is that to which FSDP2 casts it (`param_dtype`: for a model that it doesn't wrap yet), its own
-    otherwise. NumericsError where an engine of that dtype has a tensor in another one.
+    otherwise. NumericsError where an engine of that dtype has a tensor in another one. All ranks have to call it: it
+    reshards what FSDP2 left whole.
     """
     linear = next(m for m in model.modules() if isinstance(m, ExactLinear))
     dtypes = computed_dtypes(model, param_dtype)
@@ -296,8 +297,8 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
     if not linear.exact:
         return replace(contract, linear="torch")
     loaded = engine_dtypes(model.config, dtype) if param_dtype or is_sharded(model) else {}
-    for name, own in dtypes.items():
-        theirs = loaded.get(name, own)
+    for name, theirs in loaded.items():
+        own = dtypes.get(name)  # None: something wraps its module that is not known
         if own != theirs:
             raise NumericsError(
                 f"{name} is {own} as FSDP2 has it, and {theirs} in an engine of {dtype}: give both float32"

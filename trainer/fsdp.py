@@ -20,8 +20,8 @@ from ..model.casts import engine_dtypes, own_name
 def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group.
 
-    As in an engine of 16 bits, what transformers keeps in fp32 (some families' routers) is not cast, in a group of its
-    own, and neither are a layer's inputs, whatever the `mp_policy`.
+    What transformers keeps in fp32 in an engine of 16 bits (some families' routers) gets a group of its own that isn't
+    cast. A layer's inputs aren't cast either, whatever the `mp_policy` says: an engine's layers get them as they are.
     """
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
