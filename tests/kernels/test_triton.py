@@ -393,7 +393,10 @@ def serve_in_turn(llm: LLM, requests: list, steps: list[int]) -> list:
             return [done[i] for i in ids]
 
 
-@pytest.mark.parametrize(("family", "adapted"), [("qwen3", ()), ("qwen2", ("q_proj", "gate_proj", "down_proj"))])
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [("qwen3", ()), pytest.param("qwen2", ("q_proj", "gate_proj", "down_proj"), marks=pytest.mark.slow)],
+)
 def test_layers_without_their_modules_calls_have_the_same_bits(checkpoint, family, adapted, monkeypatch):
     """Norms of heads, or biases and adapters; two sequences."""
     model = exact_model(checkpoint(family), "float16")
