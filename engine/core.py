@@ -135,7 +135,7 @@ class EngineCore(WorkerEngine):
     def step(self) -> None:
         """Submit as many steps as may be under way, then take the oldest one's tokens."""
         start = time.perf_counter()
-        others = self._model_seconds
+        model_seconds = self._model_seconds
         if self.failure is not None:
             raise WorkerError(f"the pipeline is broken ({self.failure}); make a new engine")
         if not self.ready:
@@ -148,7 +148,7 @@ class EngineCore(WorkerEngine):
             seconds = time.perf_counter() - start
             self._step_seconds += seconds
             if self.scheduler.speculator is not None and self._max_steps == 1:  # or others compute meanwhile
-                self.scheduler.speculator.note_driver(seconds - (self._model_seconds - others))
+                self.scheduler.speculator.note_driver(seconds - (self._model_seconds - model_seconds))
 
     def _submit(self) -> bool:
         """Schedule and start a step. False if there is nothing to compute now."""

@@ -50,7 +50,8 @@ def _seconds(executor: Executor, planner: Planner, rows: int, sequences: int) ->
     for block, seq in enumerate(batch.sequences):
         seq.block_table = [block]
         seq.num_scheduled_tokens = rows // sequences
-        seq.token_ids, seq.draft = [next(tokens)], [*islice(tokens, seq.num_scheduled_tokens - 1)]
+        seq.token_ids = [next(tokens)]
+        seq.draft = [*islice(tokens, seq.num_scheduled_tokens - 1)]
     start = time.perf_counter()
     plan, _ = planner.plan(batch, [])
     executor.submit(plan).wait()

@@ -50,9 +50,7 @@ def computed_dtypes(model: nn.Module, param_dtype: torch.dtype | None = None) ->
     return found
 
 
-_loaded: dict[
-    tuple[str, torch.dtype], dict[str, torch.dtype]
-] = {}  # by config, as a model of it takes a second to make
+_loaded: dict[tuple[str, torch.dtype], dict[str, torch.dtype]] = {}  # by config: a model takes a second to make
 
 
 def engine_dtypes(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -263,8 +263,8 @@ class Speculator:
 
     def _chance(self, record: Record) -> float:
         """The probability of a drafted token whose estimate is 1: as for all sequences, until its own are known."""
-        all_of_it = self._usual[record.source]
-        usual = (1.0 + all_of_it.accepted) / (2.0 + all_of_it.offered)
+        of_all = self._usual[record.source]
+        usual = (1.0 + of_all.accepted) / (2.0 + of_all.offered)
         return min(MAX_CHANCE, (2.0 * usual + record.tally.accepted) / (2.0 + record.tally.offered))
 
     def _settle(self, record: Record, seq: Sequence) -> None:
