@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,6 +20,7 @@ from .families import TESTED
 from .layers import keep_layers
 from .linear import ExactLinear, UnsupportedModelError
 from .roles import ExactMLP, ExactRMSNorm, ExactRotary
+from .rollout import prepare_rollout
 from .stage import fill_tables
 
 
@@ -39,7 +41,8 @@ class Survey:
 def survey(name: str | os.PathLike, dtype: str | None = None, device: str = "cpu") -> Survey:
     """Return how a checkpoint's modules compute; of a folder with a config alone, with random weights.
 
-    Then only the layers up to the first of the last kind are made, with their real sizes.
+    Then only the layers up to the first of the last kind are made, with their real sizes; MemoryError where these are
+    more than the machine has free.
     """
     path = resolve(name)
     config = load_config(path)
@@ -52,9 +55,10 @@ def survey(name: str | os.PathLike, dtype: str | None = None, device: str = "cpu
             model = exact_model(path, dtype, device)
         else:
             model = make_exact(_with_random_weights(model, parse_dtype(dtype, device, config), device))
+        counts = Counter((classes[place], _how(module)) for place, module in model.named_modules())
+        prepare_rollout(model)
     except UnsupportedModelError as error:
         return Survey(config.model_type, [], str(error))
-    counts = Counter((classes[place], _how(module)) for place, module in model.named_modules())
     return Survey(config.model_type, [(kind, count, how) for (kind, how), count in counts.items() if how])
 
 
@@ -63,10 +67,11 @@ def _with_random_weights(model: PreTrainedModel, dtype: torch.dtype, device: str
     check_structure(model)
     types = getattr(model.config, "layer_types", None) or [""] * model.config.num_hidden_layers
     base: Any = model.base_model
-    kinds = [
-        (kind, *(type(m).__name__ for m in layer.modules())) for kind, layer in zip(types, base.layers, strict=True)
-    ]
+    kinds = [(kind, *map(type, layer.modules())) for kind, layer in zip(types, base.layers, strict=True)]
     keep_layers(model, (0, max(map(kinds.index, kinds)) + 1))
+    needed, free = sum(p.nbytes for p in model.parameters()), psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"one layer of each kind takes {needed >> 30} GiB, {free >> 30} are free: take fewer experts")
     model.to_empty(device=device)
     fill_tables(model)
     model.apply(model._init_weights)
