@@ -126,10 +126,15 @@ def _arguments(module: nn.Module) -> int:
     return len(inspect.signature(module.forward).parameters)
 
 
+def _own_state(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters and buffers."""
+    return [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+
+
 def _norm(module: nn.Module) -> Role | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    plain = not set(parameters) - {"weight"} and not list(module.children())
+    plain = not {*_own_state(module)} - {"weight"} and not list(module.children())
     if not (isinstance(eps, float) and plain and _arguments(module) == 1):
         return None
     weight = parameters.get("weight", torch.ones(24))
@@ -158,7 +163,8 @@ def _norm(module: nn.Module) -> Role | None:
 def _gated_mlp(module: nn.Module) -> Role | None:
     children = dict(module.named_children())
     linears = all(isinstance(children.get(name), nn.Linear) for name in _PLACEHOLDERS)
-    if not linears or set(children) - _PLACEHOLDERS - {"act_fn"} or _arguments(module) != 1:
+    others = [*(set(children) - _PLACEHOLDERS - {"act_fn"}), *_own_state(module)]  # what is neutral now may not stay so
+    if not linears or others or _arguments(module) != 1:
         return None
     x = torch.ones(1, dtype=torch.float64)
 

@@ -64,6 +64,7 @@ def add(x: Tensor | Residual, update: Tensor, norm: nn.Module | None) -> Tensor 
 class FusedAttention(nn.Module):
     """Attention whose heads are normed, turned and kept in one launch, to the same bits as the model's code."""
 
+    READS = "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"
     observed: AttentionCall
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, layout=None, kv_caches=None, **kwargs):
@@ -91,6 +92,7 @@ class FusedRouter(nn.Module):
     normalises: the weights of a token's experts are over their sum.
     """
 
+    READS = ("weight",)
     normalises = True
 
     def forward(self, hidden_states: Tensor):
@@ -110,22 +112,15 @@ class PlainRouter(FusedRouter):
     normalises = False
 
 
-def _unobserved(*modules: Any) -> bool:
-    """True if nobody has put a hook on one of the modules."""
-    return not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-
-
 def _head_norms(attention: Any) -> HeadNorms | None:
     """Return the norms of queries' and keys' heads as kernels take them; None for other kinds, or watched ones."""
     norms = [attention._modules.get(name) for name in ("q_norm", "k_norm")]
-    for norm in norms:
-        if type(norm) is not FusedNorm or not _unobserved(norm) or norm.weight.shape != (attention.head_dim,):
-            return None
-    return _weight_and_eps(norms[0]), _weight_and_eps(norms[1])
-
-
-def _weight_and_eps(norm: FusedNorm) -> tuple[Tensor, float]:
-    return norm.weight.detach(), norm.variance_epsilon
+    if any(type(norm) is not FusedNorm or norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+        return None
+    if any(norm.weight.shape != (attention.head_dim,) for norm in norms):
+        return None
+    queries, keys = [(norm.weight.detach(), norm.variance_epsilon) for norm in norms]
+    return queries, keys
 
 
 class _SeveralLaunchesError(Exception):
@@ -244,6 +239,7 @@ class FusedLayer(nn.Module):
     continued: True if that module is the layer that is called next, with the same keywords.
     """
 
+    READS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
     following: tuple[nn.Module, str] | tuple[()] = ()
     continued = False
     _last_launch: _Launch | None = None
@@ -345,14 +341,13 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     base: Any = model.base_model
     norm = getattr(base, "norm", None)
     parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
-    routing = [r for r in routers(model).values() if [n for n, _ in r.named_parameters()] == ["weight"]]
+    routing = [*routers(model).values()]
     calls = _recorded(run, [part for part in (*parts, norm, *routing) if part is not None])
     for each in (norm, *(getattr(part, name, None) for part in parts for name in _NORMS)):
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
     for router in routing:
-        if not [*router.buffers()]:  # one that is zero now may not stay so
-            _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
+        _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
     for layer in base.layers:
         if hasattr(layer, "self_attn"):
             _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
@@ -382,10 +377,14 @@ def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[n
 
 
 @torch.inference_mode()
-def _fuse_if_equal(module: Any, form: type[nn.Module], call: _Call) -> bool:
-    """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them."""
+def _fuse_if_equal(module: Any, form: type[FusedAttention | FusedLayer | FusedRouter], call: _Call) -> bool:
+    """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them.
+
+    A parameter or buffer that the form doesn't read stands against it: what is neutral now may not stay so.
+    """
     own = type(module)
-    if isinstance(module, UnderMode) and not issubclass(form, FusedRouter):
+    state = {name.partition(".")[0] for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if state.difference(form.READS) or (isinstance(module, UnderMode) and not issubclass(form, FusedRouter)):
         return False
     variants = [call.kwargs]
     if call.kwargs.get("position_ids") is not None:

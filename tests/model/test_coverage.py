@@ -1,5 +1,6 @@
 """Coverage by op: what is exact loads whatever its name, what isn't is refused by module and op; nothing is wrong."""
 
+import functools
 import itertools
 
 import pytest
@@ -26,6 +27,7 @@ from samebits.model.rollout import (
 from samebits.model.routing import RoutedExperts, routers
 from samebits.model.selfcheck import SelfCheck
 from samebits.model.stage import stage_model
+from samebits.model.survey import survey
 from samebits.trainer import token_logprobs
 from samebits.trainer.verify import verify
 
@@ -232,6 +234,9 @@ def test_a_norms_form_is_found_by_probing(checkpoint):
     assert role_of(norm) == (ExactRMSNorm, {"variance_epsilon": 1e-6, "offset": 0.0})
     assert role_of(Scaled(norm, lambda w, n: (1 + w) * n))[1]["offset"] == 1.0
     assert role_of(Scaled(norm, lambda w, n: w * n + 0.01)) is None
+    shifted = Scaled(norm, lambda w, n: w * n + shifted.shift)
+    shifted.register_buffer("shift", torch.zeros(len(weight)))
+    assert role_of(shifted) is None
     other = Scaled(norm, lambda w, n: w * n)
     other.variance_epsilon, other.eps = 1e-5, 1e-6
     assert role_of(other)[1]["variance_epsilon"] == 1e-5
@@ -329,6 +334,11 @@ def test_a_tied_embedding_that_reads_its_weight_in_its_own_way_is_refused(checkp
         prepare_rollout(model)
 
 
+def test_a_survey_tells_what_an_engine_refuses(checkpoint, monkeypatch):
+    monkeypatch.setattr(PackedEmbedding, "forward", lambda self, ids: 2 * self.packed.rows(ids))
+    assert "a tied Embedding that doesn't look rows up" in survey(checkpoint("llama")).problem
+
+
 def fused(path, kind):
     """Whether each layer of an engine has a fused form."""
     model = exact_model(path)
@@ -370,6 +380,33 @@ def test_a_layer_that_looks_at_positions_is_not_fused(checkpoint, monkeypatch):
     model.model.layers[0].self_attn.__class__ = Far
     prepare_rollout(make_exact(model))
     assert [isinstance(layer.self_attn, FusedAttention) for layer in model.model.layers] == [False, True]
+
+
+@pytest.mark.parametrize("part", ["", "self_attn", "mlp"])
+@pytest.mark.parametrize("register", [nn.Module.register_parameter, nn.Module.register_buffer])
+def test_a_part_with_a_scale_that_is_one_when_it_is_loaded_follows_it_from_there_on(checkpoint, part, register):
+    """Neither a role nor a fused form reads it, so the part has none."""
+    model = plain(checkpoint("llama"))
+    module = model.model.layers[0].get_submodule(part)
+
+    class Scaling(type(module)):
+        @functools.wraps(type(module).forward)
+        def forward(self, *args, **kwargs):
+            found = super().forward(*args, **kwargs)
+            return (self.gain * found[0], *found[1:]) if isinstance(found, tuple) else self.gain * found
+
+    module.__class__ = Scaling
+    register(module, "gain", nn.Parameter(torch.ones(())))
+    prepare_rollout(make_exact(model))
+    ids, layout = torch.tensor(prompt_of(50)), ops.packed_layout([50], group_size(model.config), model.device)
+
+    def engine():
+        with torch.no_grad():
+            return hidden_states(model, ids, layout, new_kv_caches(model, layout.num_blocks))
+
+    before = engine()
+    module.gain.data.fill_(0.5)
+    assert not torch.equal(engine(), before)
 
 
 def test_attention_that_asks_for_more_is_refused(checkpoint):
