@@ -90,6 +90,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what the refusal says
                   "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": None},
         r"DeepseekV3Attention\) has values of 16 numbers and keys of 24",
     ),
+    "glm4_moe_lite": (
+        SHARED | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                  "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": None},
+        r"Glm4MoeLiteAttention\) has 4 KV heads of 16 numbers, unlike its config",
+    ),
     "qwen3_next": (
         EXPERTS | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
                    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 28},

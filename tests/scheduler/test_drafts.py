@@ -83,6 +83,19 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
     assert drafted > 500
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_drafts_come_from_siblings_as_they_grow(shared):
+    drafter = SuffixDrafter([8, 4, 2], shared, window=8)
+    ahead, behind = [sequence(number, [5, 6], key=number) for number in range(2)]
+    found = []
+    for tokens, prefix in [([1, 2, 3, 4], [1, 2]), ([7, 8], [3, 4]), ([9], [7])]:
+        for seq, new in ((ahead, tokens), (behind, prefix)):
+            seq.token_ids += new
+            drafted, _ = drafter.propose(seq, 3)
+        found.append(drafted)
+    assert found == ([[3, 4], [7, 8], [8, 9]] if shared else [[], [], []])
+
+
 def test_a_rollout_of_the_same_random_numbers_goes_before_all_others():
     drafter = SuffixDrafter([8, 4, 2], True, window=8)
     for number, (key, tokens) in enumerate([(7, [5, 1, 2, 9]), (8, [5, 1, 2, 3]), (9, [5, 1, 2, 3])]):
