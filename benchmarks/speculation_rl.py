@@ -2,8 +2,9 @@
 
 python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | words | FILE.jsonl] [--chat] [--json FILE]
 
-MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`;
-`words`, sums told in words, are for a model that talks (`smollm2 --task words --chat`).
+MODEL: a checkpoint that answers some of the problems, such as one of `samebits train --model tiny --task counting`, or
+one that learns them first (`smollm2 --supervise-until 0.55`); `words`, sums told in words, are for a model that talks
+(`smollm2 --task words --chat`).
 The curves are compared as bits. Printed: rollout seconds of the steps at which more than half of the answers were
 right, and seconds of validations with fixed seeds, each ten updates after the one before it. Both engines warm up
 first, and which run begins alternates.
@@ -16,11 +17,17 @@ import json
 import pathlib
 import random
 import statistics
+import tempfile
 import time
 
+from transformers import AutoTokenizer
+
 from samebits import LLM, SamplingParams
+from samebits.model import resolve
+from samebits.trainer import exact_model
 from samebits.trainer.rl import TrainConfig, Trainer, make_task
 from samebits.trainer.rl.tasks import GeneratedTask, MathGrader, Problem, Task
+from samebits.trainer.rl.tiny import fine_tune
 
 GAP = 10  # updates between validations
 
@@ -54,13 +61,23 @@ def task(args: argparse.Namespace) -> Task:
     return make_task(args.task, **({} if args.task.endswith(".jsonl") else {"num_problems": args.num_problems}))
 
 
-def trainer(args: argparse.Namespace, drafts: bool) -> Trainer:
+def supervise(args: argparse.Namespace, folder: str) -> None:
+    """Write the model as it is after supervised steps on the task's problems with their answers."""
+    model = exact_model(args.model, "float32").train()
+    tokenizer = AutoTokenizer.from_pretrained(resolve(args.model))
+    for chance in fine_tune(model, tokenizer, task(args), args.supervise_until, batch_size=8, lr=5e-5):
+        print(f"supervised: {chance:.0%} of the answers are right", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def trainer(args: argparse.Namespace, model: str, drafts: bool) -> Trainer:
     """A run, with drafts or without."""
     engine: dict = {"kv_cache_memory_bytes": args.kv_cache_mib << 20}
     if drafts:
         engine["speculative_config"] = {"method": "suffix", "num_speculative_tokens": args.num_speculative_tokens}
     config = TrainConfig(
-        model=args.model,
+        model=model,
         steps=args.steps,
         groups_per_step=args.groups_per_step,
         group_size=args.group_size,
@@ -91,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", default="counting")
     parser.add_argument("--num-problems", type=int, default=16, help="of a built-in task")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--supervise-until", type=float, metavar="SHARE", help="of right answers to begin with")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--groups-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
@@ -131,9 +149,17 @@ def summary(pairs: list[Pair]) -> str:
 
 
 def main() -> None:
-    """Train both runs, compare their curves as bits, and print the ratios of their times."""
+    """Train both runs, on a model that learned the task first where that is asked for."""
     args = parse()
-    runs = {"without": trainer(args, False), "with": trainer(args, True)}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.supervise_until is not None:
+            supervise(args, folder)
+        compare(args, args.model if args.supervise_until is None else folder)
+
+
+def compare(args: argparse.Namespace, model: str) -> None:
+    """Train both runs, compare their curves as bits, and print the ratios of their times."""
+    runs = {"without": trainer(args, model, False), "with": trainer(args, model, True)}
     for one in runs.values():
         warm_up(one.llm)
     checks: dict[float, list[Pair]] = {0.0: [], 1.0: []} if args.validation else {}
