@@ -118,7 +118,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--validation", type=int, default=16, help="problems; 0: none")
     parser.add_argument("--kv-cache-mib", type=int, default=400)
     parser.add_argument("--json", type=pathlib.Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.chat and args.supervise_until is not None:
+        parser.error("--supervise-until teaches answers to plain prompts, so it goes without --chat")
+    return args
 
 
 def warm_up(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..kernels import ops
 from .attention import PACKED
 from .linear import UnsupportedModelError
-from .roles import activation_of
+from .roles import activation_of, other_state
 
 WEIGHTS = ("gate_up_proj", "down_proj")  # of an experts module: [experts, 2 intermediate, hidden], [experts, hidden, I]
 
@@ -40,6 +40,7 @@ def check_experts(name: str, module: Any) -> str:
         "a norm after each expert": getattr(module, "has_post_expert_norm", False),
         "expert parallelism": getattr(module, "_is_expert_parallel", False),
         "weights of other names": not all(isinstance(getattr(module, w, None), nn.Parameter) for w in WEIGHTS),
+        "further weights": bool(other_state(module, WEIGHTS)) and not module.has_bias,
     }
     found = [problem for problem, there in problems.items() if there]
     activation = None

@@ -7,7 +7,7 @@ norm's, say, is w n(x). What has no role here keeps its own code; see `coverage`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,15 +126,16 @@ def _arguments(module: nn.Module) -> int:
     return len(inspect.signature(module.forward).parameters)
 
 
-def _own_state(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters and buffers."""
-    return [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+def other_state(module: nn.Module, read: Collection[str]) -> list[str]:
+    """Return parameters and buffers that aren't `read`, nor of a child that is: neutral now, they may not stay so."""
+    state = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, _ in state if name.partition(".")[0] not in read]
 
 
 def _norm(module: nn.Module) -> Role | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    plain = not {*_own_state(module)} - {"weight"} and not list(module.children())
+    plain = not other_state(module, {"weight"}) and not list(module.children())
     if not (isinstance(eps, float) and plain and _arguments(module) == 1):
         return None
     weight = parameters.get("weight", torch.ones(24))
@@ -163,7 +164,7 @@ def _norm(module: nn.Module) -> Role | None:
 def _gated_mlp(module: nn.Module) -> Role | None:
     children = dict(module.named_children())
     linears = all(isinstance(children.get(name), nn.Linear) for name in _PLACEHOLDERS)
-    others = [*(set(children) - _PLACEHOLDERS - {"act_fn"}), *_own_state(module)]  # what is neutral now may not stay so
+    others = [*(set(children) - _PLACEHOLDERS - {"act_fn"}), *other_state(module, _PLACEHOLDERS)]
     if not linears or others or _arguments(module) != 1:
         return None
     x = torch.ones(1, dtype=torch.float64)
@@ -185,7 +186,8 @@ def _gated_mlp(module: nn.Module) -> Role | None:
 
 def _rotary(module: nn.Module) -> Role | None:
     kinds = getattr(module, "layer_types", None) or [None]
-    if _arguments(module) != 2 + (kinds != [None]):
+    tables = {name for name, _ in module.named_buffers() if name.endswith("inv_freq")}
+    if other_state(module, tables) or _arguments(module) != 2 + (kinds != [None]):
         return None
     for kind in kinds:
         inv_freq, scaling = _frequencies(module, kind)

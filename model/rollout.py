@@ -21,7 +21,7 @@ from .exact import is_exact
 from .experts import is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
 from .places import Places
-from .roles import ExactMLP, ExactRMSNorm
+from .roles import ExactMLP, ExactRMSNorm, other_state
 from .routing import hand_over, routers
 from .selfcheck import SelfCheck
 
@@ -346,7 +346,7 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     for each in (norm, *(getattr(part, name, None) for part in parts for name in _NORMS)):
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
-    for router in routing:
+    for router in filter(calls.get, routing):
         _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
     for layer in base.layers:
         if hasattr(layer, "self_attn"):
@@ -380,11 +380,10 @@ def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[n
 def _fuse_if_equal(module: Any, form: type[FusedAttention | FusedLayer | FusedRouter], call: _Call) -> bool:
     """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them.
 
-    A parameter or buffer that the form doesn't read stands against it: what is neutral now may not stay so.
+    A parameter or buffer that the form doesn't read stands against it.
     """
     own = type(module)
-    state = {name.partition(".")[0] for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if state.difference(form.READS) or (isinstance(module, UnderMode) and not issubclass(form, FusedRouter)):
+    if other_state(module, form.READS) or (isinstance(module, UnderMode) and not issubclass(form, FusedRouter)):
         return False
     variants = [call.kwargs]
     if call.kwargs.get("position_ids") is not None:

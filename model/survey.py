@@ -69,9 +69,10 @@ def _with_random_weights(model: PreTrainedModel, dtype: torch.dtype, device: str
     base: Any = model.base_model
     kinds = [(kind, *map(type, layer.modules())) for kind, layer in zip(types, base.layers, strict=True)]
     keep_layers(model, (0, max(map(kinds.index, kinds)) + 1))
-    needed, free = sum(p.nbytes for p in model.parameters()), psutil.virtual_memory().available
+    needed = sum(p.numel() * max(p.itemsize, dtype.itemsize) for p in model.parameters())
+    free = psutil.virtual_memory().available
     if needed > free:
-        raise MemoryError(f"one layer of each kind takes {needed >> 30} GiB, {free >> 30} are free: take fewer experts")
+        raise MemoryError(f"a layer of each kind takes {needed >> 30} GiB, {free >> 30} are free: give smaller sizes")
     model.to_empty(device=device)
     fill_tables(model)
     model.apply(model._init_weights)

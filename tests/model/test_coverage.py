@@ -13,6 +13,7 @@ from samebits import LLM, SamplingParams, UnsupportedModelError
 from samebits.kernels import ops
 from samebits.model import exact_model, make_exact
 from samebits.model.coverage import UnderMode, is_router
+from samebits.model.experts import check_experts
 from samebits.model.families import TESTED
 from samebits.model.paged import group_size, hidden_states, new_kv_caches
 from samebits.model.roles import ExactMLP, ExactRMSNorm, role_of
@@ -216,6 +217,29 @@ def test_an_mlp_whose_activation_is_a_lambda_is_the_role_that_it_computes(checkp
         assert role_of(mlp) is None
 
 
+class Swish(nn.Module):
+    """SiLU, as long as beta is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_what_holds_more_than_its_role_reads_has_none(tmp_path):
+    model = plain(make_family(tmp_path, "qwen3_moe", mlp_only_layers=[0]))
+    mlp, rotary, experts = model.model.layers[0].mlp, model.model.rotary_emb, model.model.layers[1].mlp.experts
+    assert role_of(mlp) and role_of(rotary) and check_experts("experts", experts) == "silu"
+    mlp.act_fn = Swish()
+    rotary.gain = nn.Parameter(torch.ones(()))
+    experts.act_fn = Swish()
+    assert role_of(mlp) is None and role_of(rotary) is None
+    with pytest.raises(UnsupportedModelError, match="have further weights"):
+        check_experts("experts", experts)
+
+
 class Scaled(nn.Module):
     """A norm with something done to its result."""
 
@@ -386,27 +410,29 @@ def test_a_layer_that_looks_at_positions_is_not_fused(checkpoint, monkeypatch):
 @pytest.mark.parametrize("register", [nn.Module.register_parameter, nn.Module.register_buffer])
 def test_a_part_with_a_scale_that_is_one_when_it_is_loaded_follows_it_from_there_on(checkpoint, part, register):
     """Neither a role nor a fused form reads it, so the part has none."""
-    model = plain(checkpoint("llama"))
-    module = model.model.layers[0].get_submodule(part)
+    ids, found = torch.tensor(prompt_of(50)), {}
+    for name in ("trainer", "engine"):
+        model = plain(checkpoint("llama"))
+        module = model.model.layers[0].get_submodule(part)
 
-    class Scaling(type(module)):
-        @functools.wraps(type(module).forward)
-        def forward(self, *args, **kwargs):
-            found = super().forward(*args, **kwargs)
-            return (self.gain * found[0], *found[1:]) if isinstance(found, tuple) else self.gain * found
+        class Scaling(type(module)):
+            @functools.wraps(type(module).forward)
+            def forward(self, *args, **kwargs):
+                result = super().forward(*args, **kwargs)
+                return (self.gain * result[0], *result[1:]) if isinstance(result, tuple) else self.gain * result
 
-    module.__class__ = Scaling
-    register(module, "gain", nn.Parameter(torch.ones(())))
-    prepare_rollout(make_exact(model))
-    ids, layout = torch.tensor(prompt_of(50)), ops.packed_layout([50], group_size(model.config), model.device)
-
-    def engine():
-        with torch.no_grad():
-            return hidden_states(model, ids, layout, new_kv_caches(model, layout.num_blocks))
-
-    before = engine()
-    module.gain.data.fill_(0.5)
-    assert not torch.equal(engine(), before)
+        module.__class__ = Scaling
+        register(module, "gain", nn.Parameter(torch.ones(())))
+        make_exact(model)
+        if name == "engine":
+            prepare_rollout(model)
+        layout = ops.packed_layout([50], group_size(model.config), model.device)
+        for gain in (1.0, 0.5):
+            module.gain.data.fill_(gain)
+            with torch.no_grad():
+                found[name, gain] = hidden_states(model, ids, layout, new_kv_caches(model, layout.num_blocks))
+    assert not torch.equal(found["trainer", 1.0], found["trainer", 0.5])
+    assert all(torch.equal(found["trainer", gain], found["engine", gain]) for gain in (1.0, 0.5))
 
 
 def test_attention_that_asks_for_more_is_refused(checkpoint):
