@@ -889,8 +889,10 @@ def test_negative_control_a_graph_without_a_prompts_tile_is_noticed(checkpoint, 
 
     monkeypatch.setattr(cuda_graphs.StepGraphs, "_fill", without_large)
     requests = [([*range(5, 17)], SamplingParams(max_tokens=3, ignore_eos=True))]
-    with pytest.raises(AssertionError):
-        check_against_trainer(model, requests, serve_in_turn(llm, requests, [0]))
+    results = serve_in_turn(llm, requests, [0])
+    if results[0].completions[0].finish_reason != "error":  # memory that nobody wrote may hold a NaN
+        with pytest.raises(AssertionError):
+            check_against_trainer(model, requests, results)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
-from samebits import LLM, NumericsError, SamplingParams
+from samebits import LLM, NumericsError, SamplingParams, UnsupportedModelError
 from samebits.engine.weights import check_contract
 from samebits.model import roles
 from samebits.model.exact import compute_device, contract_of
@@ -20,7 +20,7 @@ from samebits.trainer.fsdp import init_process_group
 from helpers import fsdp_score
 from helpers.adapters import lora
 from helpers.engines import prompt_of
-from helpers.families import FAMILIES, OTHERS, make_family
+from helpers.families import BEFORE_5_13, FAMILIES, OTHERS, make_family
 from helpers.moe import save_tiny_moe
 from helpers.ranks import run_ranks
 
@@ -175,9 +175,14 @@ def test_a_family_that_fsdp_casts_has_the_engines_bits_or_is_refused(tmp_path, f
     if dtype == torch.bfloat16:
         ids = torch.tensor([prompt_of(40)])
         with torch.no_grad():
+            if family == "hunyuan_v1_moe" and BEFORE_5_13:  # FSDP2's hooks on the router run within its block's mode
+                with pytest.raises(UnsupportedModelError, match="HunYuanMoEV1Moe"):
+                    token_logprobs(trainer, ids)
+                return
             assert torch.equal(token_logprobs(trainer, ids), token_logprobs(engine, ids))
 
 
+@pytest.mark.skipif(BEFORE_5_13, reason="OLMo 3's own code casts its tables")
 def test_a_layers_inputs_reach_it_as_they_are(tmp_path, monkeypatch):
     """Here rotary tables in fp32, as a family's own code may make them."""
     monkeypatch.setattr(roles, "_rotary", lambda module: None)
