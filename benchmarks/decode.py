@@ -9,6 +9,7 @@ The bandwidth is that of passes over 512 MiB: a median before the steps, and bes
 import argparse
 import statistics
 import time
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.kernels import cpu, ops
 from samebits.model.paged import group_size, head_dim, new_kv_caches
-
-LAYER_ROWS = getattr(cpu, "LAYER_ROWS", 0)
+from samebits.model.rollout import FusedLayer
 
 
 def seconds_of(run, repeats: int) -> list[float]:
@@ -93,13 +93,14 @@ def report(model: str, dtype: str, args: argparse.Namespace) -> None:
     llm = LLM(model, dtype=dtype, kv_cache_memory_bytes=2**28, skip_tokenizer_init=True)
     before = bandwidth()
     for rows in args.rows:
-        times: dict[int, list[float]] = {0: [], LAYER_ROWS: []}
+        in_several: list[float] = []
+        in_one: list[float] = []
         for seed in range(args.rounds):
-            for limit, found in times.items():
-                cpu.LAYER_ROWS = limit
-                found.append(step_seconds(llm, rows, args.steps, seed))
-        several, one = (statistics.median(times[limit]) for limit in (0, LAYER_ROWS))
-        ratio = statistics.median(a / b for a, b in zip(times[0], times[LAYER_ROWS], strict=True))
+            with mock.patch.object(FusedLayer, "_launch", return_value=None):
+                in_several.append(step_seconds(llm, rows, args.steps, seed))
+            in_one.append(step_seconds(llm, rows, args.steps, seed))
+        several, one = statistics.median(in_several), statistics.median(in_one)
+        ratio = statistics.median(a / b for a, b in zip(in_several, in_one, strict=True))
         rate = llm.weight_bytes / one
         print(
             f"{dtype}, {rows} rows: {1e3 * one:.1f} ms a step, {1e3 * several:.1f} in several launches (rounds' ratios "

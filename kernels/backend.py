@@ -115,8 +115,8 @@ class DecoderLayers(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype.
 
-        x, normed [rows, hidden]: the residual stream and its norm, in the storage dtype, up to LAYER_ROWS rows; tables:
-        cos and sin [rows, D]; caches: keys and values of each layer, where the rows' own go to the layout's slots.
+        x, normed [rows, hidden]: the residual stream and its norm, in the storage dtype; tables: cos and sin [rows, D];
+        caches: keys and values of each layer, where the rows' own go to the layout's slots.
         """
 
 
@@ -127,8 +127,6 @@ class Backend(Protocol):
     """The keys of a KV block, which is also attention's block of keys."""
     GRAPHS: bool
     """True if a step's launches can be recorded and replayed."""
-    LAYER_ROWS: int
-    """The most rows that `decoder_layers` takes."""
     LOGIT_ROWS: int
     """The rows of logits in memory at a time, where a trainer doesn't say."""
     ACTIVATIONS: tuple[str, ...]

@@ -260,8 +260,6 @@ class FusedLayer(nn.Module):
 
     def _launch(self, total: Tensor) -> _Launch | None:
         """Return the launch of this layer and those after it; None where the layer needs several."""
-        if total.shape[-2] > ops.backend(total.device).LAYER_ROWS:
-            return None
         if self._last_launch is None or not self._last_launch.holds():
             self._last_launch = _read_launch(self, total.device, total.dtype)
         return self._last_launch

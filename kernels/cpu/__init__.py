@@ -31,7 +31,6 @@ from .experts import (
 )
 from .functions import route, row_sums, softmax, top_k, unary
 from .jit import storage
-from .layer import ROWS as LAYER_ROWS
 from .layer import DecoderLayers
 from .linear import gradient_product, linear_packed, linear_resume, linear_unpacked, pack, pack_low_rank, packed_rows
 from .sampling import sample
@@ -125,7 +124,6 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
-    "LAYER_ROWS",
     "LOGIT_ROWS",
     "add_rms_norm",
     "attention",

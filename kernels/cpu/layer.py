@@ -6,7 +6,8 @@ in tables of addresses, made once: to hand over hundreds of arrays costs more th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from .jit import composed, inline, own_storage, region
 from .linear import NO_LOW_RANK, LowRank, products
 from .simd import LANES, PANEL, narrow, pointer, widen
 
-ROWS = 256  # at most: the scratch of more is better allocated by torch
+_ROWS = 512  # that go through all layers together: the scratch of more doesn't stay in cache
 _SERIAL_ROWS = 16
 _NO_FLOAT = float32(0.0)
 _LINEAR = np.dtype([
@@ -225,13 +226,31 @@ class DecoderLayers:
         """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype."""
         total, out = torch.empty_like(x), torch.empty_like(x)
         places = np.array([(k.data_ptr(), v.data_ptr(), len(k)) for k, v in caches])
-        where = layout.slot_mapping, layout.items, layout.positions, layout.block_tables, layout.block_table_starts
-        _decoder_layers(
-            own_storage(x.contiguous()), own_storage(normed.contiguous()), self._linears, self._norms, self._layers,
-            places, caches[0][1].shape[-1], *[own_storage(t.contiguous()) for t in tables], *where,
-            torch.get_num_threads(), own_storage(total), own_storage(out),
-        )  # fmt: skip
+        arrays = [*(own_storage(t.contiguous()) for t in (x, normed, *tables)), own_storage(total), own_storage(out)]
+        for at, items in _parts(layout.items, len(x)):
+            given, of_norm, cos, sin, *results = (rows[at] for rows in arrays)
+            _decoder_layers(
+                given, of_norm, self._linears, self._norms, self._layers, places, caches[0][1].shape[-1], cos, sin,
+                layout.slot_mapping[at], items, layout.positions[at], layout.block_tables, layout.block_table_starts,
+                torch.get_num_threads(), *results,
+            )  # fmt: skip
         return total, out if self._has_following else None
+
+
+def _parts(items: np.ndarray, rows: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Return about _ROWS rows at a time, and their items: the keys that a row sees are of its part or an earlier one's.
+
+    What shares a pass over the keys stays together.
+    """
+    if rows <= _ROWS:
+        yield slice(rows), items
+        return
+    starts = items[items[:, 3] > 0, 0]
+    firsts = starts[np.searchsorted(starts, np.arange(0, rows, _ROWS), "right") - 1]
+    for first, end in itertools.pairwise([*firsts, rows]):
+        own = items[(items[:, 0] >= first) & (items[:, 0] < end)]
+        own[:, 0] -= first
+        yield slice(first, end), own
 
 
 def _address(array: np.ndarray) -> int:

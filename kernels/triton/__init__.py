@@ -43,7 +43,6 @@ from .experts import (
 from .functions import route, row_sums, softmax, top_k, unary
 from .heads import place_heads
 from .launch import INTERPRETED
-from .layer import ROWS as LAYER_ROWS
 from .layer import DecoderLayers
 from .linear import FULL_WIDTH, MIN_CHUNK, gated_packed, linear_packed, products
 from .sampling import sample
@@ -178,7 +177,6 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "GRAPHS",
-    "LAYER_ROWS",
     "LOGIT_ROWS",
     "add_rms_norm",
     "attention",

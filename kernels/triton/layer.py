@@ -17,8 +17,6 @@ from .heads import place_heads
 from .linear import gated_packed, linear_packed
 from .work import small_lengths
 
-ROWS = 1 << 40  # any number
-
 
 class DecoderLayers:
     """Decoder layers that follow each other; see `backend.DecoderLayers`."""

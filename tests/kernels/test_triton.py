@@ -37,6 +37,7 @@ from samebits.kernels.triton.linear import chunks, products
 from samebits.kernels.triton.schedules import Tile
 from samebits.model.linear import UnsupportedModelError
 from samebits.model.paged import group_size, hidden_states
+from samebits.model.rollout import FusedLayer
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
@@ -408,12 +409,13 @@ def test_layers_without_their_modules_calls_have_the_same_bits(checkpoint, famil
     layout = ops.packed_layout([3, 20], group_size(model.config), model.device)
     run = kernels.DecoderLayers.__call__
     monkeypatch.setattr(kernels.DecoderLayers, "__call__", lambda self, *args: calls.append(0) or run(self, *args))
-    for rows in (kernels.LAYER_ROWS, -1):
-        monkeypatch.setattr(kernels, "LAYER_ROWS", rows)
+    for launched in (True, False):
+        if not launched:
+            monkeypatch.setattr(FusedLayer, "_launch", lambda layer, total: None)
         calls.clear()
         with torch.inference_mode():
             found.append(hidden_states(model, torch.arange(23), layout, runner.kv_caches))
-        assert bool(calls) == (rows > 0)
+        assert bool(calls) == launched
     assert torch.equal(*found)
     weights = [weakref.ref(m.packed.panels) for m in model.modules() if getattr(m, "packed", None) is not None]
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Decoder layers of few rows in one launch: the bits of their kernels one by one, and only where it stands for them."""
+"""Decoder layers in one launch: the bits of their kernels one by one, and only where it stands for them."""
 
 import weakref
 
@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, SamplingParams
 from samebits.kernels import cpu
-from samebits.model.rollout import prepare_rollout
+from samebits.kernels.cpu import layer
+from samebits.model.rollout import FusedLayer, prepare_rollout
 from samebits.model.stage import stage_model
 
 from helpers.adapters import adapted_model
@@ -44,12 +45,16 @@ def launches(monkeypatch):
     return found
 
 
+def without_launches(monkeypatch):
+    monkeypatch.setattr(FusedLayer, "_launch", lambda layer, total: None)
+
+
 def in_single_kernels(llm: LLM, launches: list, monkeypatch, prompts=PROMPTS) -> list:
     """What the engine generates without a launch of layers."""
     llm.reset_prefix_cache()
     launches.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "LAYER_ROWS", 0)
+        without_launches(patch)
         found = generate(llm, prompts)
     assert not launches
     return found
@@ -69,7 +74,6 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
         found = generate(llm, prompts)
         assert (LAYERS, number) in launches
         assert {count for count, _ in launches} == {LAYERS}
-        assert max(rows for _, rows in launches) <= cpu.LAYER_ROWS
         assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
 
 
@@ -86,18 +90,43 @@ def test_launches_of_groups_that_share_reads_and_draft_have_the_bits_of_their_ke
     together, share_reads = [], cpu.share_reads
     monkeypatch.setattr(cpu, "share_reads", lambda *args: (together.append(share_reads(*args)), together[-1])[1])
     found = []
-    for rows in (cpu.LAYER_ROWS, 0):
-        monkeypatch.setattr(cpu, "LAYER_ROWS", rows)
+    for launched in (True, False):
+        if not launched:
+            without_launches(monkeypatch)
         llm.reset_prefix_cache()
         launches.clear()
         together.clear()
         before = llm.stats().draft_tokens
         outs = llm.generate([[5, 7, 11 + i] * 12 for i in range(6)], params, use_tqdm=False)
         found.append([(c.token_ids, c.logprobs) for out in outs for c in out.completions])
-        assert bool(launches) == (rows > 0)
+        assert bool(launches) == launched
         assert max(items[:, 3].max() for items in together) >= 4
         assert llm.stats().draft_tokens > before
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("mistral", "bfloat16")])
+def test_parts_of_a_launch_have_the_bits_of_the_whole(checkpoint, family, dtype, launches, monkeypatch):
+    """Prompts of several chunks, groups that share reads, and decodes, in parts that end in the midst of them."""
+    llm = LLM(checkpoint(family), dtype=dtype, kv_cache_memory_bytes=2**24, max_num_batched_tokens=96)
+    params = SamplingParams(n=3, max_tokens=10, seed=3, temperature=0.5, ignore_eos=True)
+    prompts = [[5, 7, 11 + i] * (1 + 14 * i % 50) for i in range(6)]
+
+    def run():
+        llm.reset_prefix_cache()
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        return [(c.token_ids, c.logprobs) for out in outs for c in out.completions]
+
+    expected, parts, compute = run(), [], layer._decoder_layers
+    assert max(rows for _, rows in launches) == 96
+    monkeypatch.setattr(layer, "_decoder_layers", lambda x, *rest: (parts.append(len(x)), compute(x, *rest)))
+    for most in (1, 7, 64, 95):
+        monkeypatch.setattr(layer, "_ROWS", most)
+        parts.clear()
+        assert run() == expected
+        assert max(parts) <= most + 12
+        assert sum(parts) > sum(map(len, prompts))
 
 
 def test_windows_of_a_layer_are_its_own(checkpoint, launches, monkeypatch):
