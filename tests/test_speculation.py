@@ -1,6 +1,8 @@
 """The promise: no draft changes a bit. Drafters of all kinds under random schedules, with a negative control."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -13,7 +15,8 @@ from samebits.trainer import exact_model
 
 from helpers import faults
 from helpers.adapters import adapted_model, lora
-from helpers.schedules import check_results, random_requests, run_schedule, two_versions
+from helpers.oracle import oracle
+from helpers.schedules import check_results, random_requests, run_schedule, tight_pool, two_versions
 from helpers.serving import served_checkpoint
 
 VOCAB = 40  # so small that texts repeat themselves
@@ -76,7 +79,13 @@ def with_banned_tokens(rng, prompt, params):
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    ("dtype", "stages"), [("float32", 1), ("float32", 2), pytest.param("bfloat16", 2, marks=pytest.mark.slow)]
+    ("dtype", "stages"),
+    [
+        ("float32", 1),
+        ("float32", 2),
+        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("float16", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_draft_changes_a_bit(checkpoint, drafter, dtype, stages, cases):
     """In so many schedules, and more until there were preemptions, prefix hits and samples of two versions."""
@@ -119,13 +128,14 @@ def test_no_draft_changes_a_bit_of_an_adapter_or_of_experts(checkpoint, drafter,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["suffix", "callable"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_no_draft_of_replicas_changes_a_bit(checkpoint, stages, ray_cluster):
+def test_no_draft_of_replicas_changes_a_bit(checkpoint, stages, drafter, ray_cluster):
     path, models = two_versions(checkpoint, "qwen3", "float32", vocab_size=VOCAB)
-    rng = random.Random(stages)
+    rng = random.Random(f"{drafter}-{stages}")
     requests = random_requests(rng, VOCAB, 8, 30)
     layout = {"replicas": 2} | ({"pipeline_parallel_size": 2} if stages == 2 else {})
-    config = {"method": "suffix", "prompt_lookup_min": 1}
+    config = {"method": "suffix", "prompt_lookup_min": 1} if drafter == "suffix" else {"method": lambda ids: ids[-2:]}
     results, _ = run_schedule(path, "float32", rng, requests, models, speculative_config=config, **layout)
     check_results(models, requests, results)
     with LLM(path, speculative_config=config, **layout) as llm:  # its counters, while its processes live
@@ -216,27 +226,88 @@ def test_an_update_that_keeps_old_kv_gives_the_bits_without_drafts(checkpoint):
     assert run(LLM(path, async_scheduling=False), known) == (known, found)
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "right", "right, then wrong", "noise"])
-def test_all_that_an_answer_says_is_the_same_with_drafts(tmp_path, checkpoint, drafter):
-    """Stop strings, alternatives, ranks, scores of prompts, texts and reasons: beside an engine without drafts."""
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_streams_stop_strings_and_all_that_an_answer_says_are_the_same_with_drafts(
+    tmp_path, checkpoint, drafter, dtype
+):
+    """In random schedules, until there were preemptions and stop strings among accepted drafts; each request beside
+    the oracle, and beside an engine without drafts that computes nothing else.
+    """
     path = served_checkpoint(checkpoint("qwen3"), tmp_path / "model")
-    plain = LLM(path)
-    params = SamplingParams(
-        n=3, max_tokens=40, seed=3, ignore_eos=True, logprobs=5, prompt_logprobs=True, raw_logprobs=True, min_tokens=4
-    )
-    text = plain.generate([[5, 7, 9, 5, 7]], params, use_tqdm=False)[0].completions[1].text
-    requests = [
-        ([5, 7, 9, 5, 7], dataclasses.replace(params, stop=[text[20:23]])),
-        ([5, 7, 9], dataclasses.replace(params, temperature=0.7, top_p=0.9)),
-        ([11, 12], dataclasses.replace(params, stop_token_ids=[40, 41], ignore_eos=False)),
-    ]
-    expected = outputs(plain, requests)
-    assert any(c.stop_reason == text[20:23] for c in expected[0].completions)
-    config = speculative_config(drafter, path, [exact_model(path)], requests, random.Random(0))
-    llm = LLM(path, speculative_config=config)
-    for _ in range(2):
-        assert outputs(llm, requests) == expected
-    assert llm.stats().draft_tokens
+    model, alone = exact_model(path, dtype), LLM(path, dtype=dtype)
+    preemptions = drafted = accepted = stopped = 0
+    for case in range(12):
+        if preemptions and accepted and stopped:
+            break
+        rng = random.Random(f"{drafter}-{dtype}-{case}")
+        requests = [with_stop_string(rng, alone, *request) for request in random_requests(rng, 1000, 4, 40)]
+        expected = [outputs(alone, [request])[0] for request in requests]
+        stopped += sum(isinstance(c.stop_reason, str) for out in expected for c in out.completions)
+        check_by_oracle(model, requests, expected)
+        llm = LLM(
+            path,
+            dtype=dtype,
+            max_num_seqs=rng.choice((2, 5, 64)),
+            max_num_batched_tokens=rng.choice((7, 33, 2048)),
+            kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4))),
+            async_scheduling=rng.random() < 0.6,
+            speculative_config=speculative_config(drafter, path, [model], requests, rng),
+        )
+        for _ in range(2):  # the second time, earlier answers are drafted
+            assert streamed(llm, requests, rng) == expected
+        preemptions += llm.stats().preemptions
+        drafted += llm.stats().draft_tokens
+        accepted += llm.stats().accepted_tokens
+    assert preemptions and drafted and stopped, "the schedules exercised nothing"
+    assert accepted or drafter == "noise"
+
+
+def with_stop_string(rng, llm, prompt, params):
+    """The request, with much to say of each token, and in most cases a stop string from the midst of an answer."""
+    params = dataclasses.replace(params, logprobs=rng.choice((0, 4)), raw_logprobs=rng.random() < 0.5)
+    text = outputs(llm, [(prompt, params)])[0].completions[-1].text
+    first, length = rng.randrange(len(text) // 2 + 1), rng.randint(1, 4)
+    stop = [text[first : first + length]] if rng.random() < 0.8 and text[first:] else []
+    return prompt, dataclasses.replace(params, stop=stop, include_stop_str_in_output=rng.random() < 0.3)
+
+
+def check_by_oracle(model, requests, found):
+    """Tokens and log-probs are the oracle's, up to where a stop string ends them."""
+    for (prompt, params), out in zip(requests, found, strict=True):
+        for c, (ids, logprobs) in zip(out.completions, oracle(model, prompt, params, eos=(2,)), strict=True):
+            count = len(c.token_ids) if isinstance(c.stop_reason, str) else len(ids)
+            assert (c.token_ids, c.logprobs) == (ids[:count], logprobs[:count])
+
+
+def streamed(llm, requests, rng):
+    """What requests return that come at random steps, put together from what each step adds."""
+    queue, names, outs, parts = list(requests), [], collections.defaultdict(list), collections.defaultdict(list)
+    while queue or llm.has_unfinished_requests():
+        while queue and (rng.random() < 0.5 or not llm.has_unfinished_requests()):
+            prompt, params = queue.pop(0)
+            names.append(llm.add_request(prompt, dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)))
+        for out in llm.step():
+            outs[out.request_id].append(out)
+            for c in out.completions:
+                parts[out.request_id, c.index].append(c)
+    found = []
+    for name, (_, params) in zip(names, requests, strict=True):
+        completions = [functools.reduce(together, parts[name, index]) for index in range(params.n)]
+        first = next((out for out in outs[name] if out.prompt_ranks is not None), outs[name][0])  # says it once
+        found.append(
+            dataclasses.replace(first, request_id="", completions=completions, finished=outs[name][-1].finished)
+        )
+    return found
+
+
+def together(before, new):
+    """Two parts of a completion that follow each other, of one weight version."""
+    (first,), (last,) = before.weight_versions, new.weight_versions
+    lists = ("token_ids", "logprobs", "text", "top_logprobs", "raw_logprobs", "ranks")
+    both = {name: (getattr(before, name), getattr(new, name)) for name in lists}
+    joined = {name: None if b is None else a + b for name, (a, b) in both.items()}
+    return dataclasses.replace(new, weight_versions=[dataclasses.replace(last, start=first.start)], **joined)
 
 
 def outputs(llm, requests):
