@@ -298,6 +298,10 @@ def sample(
     logits = aligned(logits)
     rows, vocab = logits.shape
     device, parts = logits.device, -(-vocab // _PART)
+    results, thresholds = logits.new_empty((5, rows), dtype=torch.float64), logits.new_empty(rows)
+    found = Sampled(results[0].view(torch.int64), Scores(*results[1:].unbind()), thresholds)
+    if not rows:
+        return found
     settings = np.stack((temperature, top_p, min_p), 1).astype(np.float64).view(np.int64)
     on_host = isinstance(targets, np.ndarray)
     columns = top_k, np.asarray(seeds).view(np.int64), samples, positions, mask_rows, targets if on_host else top_k
@@ -307,17 +311,17 @@ def sample(
     numbers = uploaded[: host.size].view(torch.int64).view(rows, -1)
     shared = logits, numbers, uploaded[host.size :] if words.size else uploaded
     given = numbers[:, -1] if isinstance(targets, np.ndarray) else targets
-    peaks, thresholds = logits.new_empty(rows, parts), logits.new_empty(rows)
+    peaks = logits.new_empty(rows, parts)
     shape = {"PARTS": triton.next_power_of_2(parts), "PART": _PART}
     launch(_peaks, (rows, parts), *shared, peaks, thresholds, vocab, parts, PART=_PART, num_warps=8)
     if ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
         candidates = logits.new_empty(rows, _PART)
         now = *shared, peaks, thresholds, candidates
         launch(_thresholds, (rows,), *now, vocab, parts, ROOM=_PART, **shape, num_warps=16)
-    sums, results = (logits.new_empty(size, dtype=torch.float64) for size in ((rows, 3, parts), (5, rows)))
+    sums = logits.new_empty((rows, 3, parts), dtype=torch.float64)
     arrivals = scratch(device, torch.int32, rows)
     launch(
         _scores, (rows, parts), *shared, peaks, thresholds, given, given.stride(0), sums, arrivals, results,
         vocab, parts, **shape, num_warps=8,
     )  # fmt: skip
-    return Sampled(results[0].view(torch.int64), Scores(*results[1:].unbind()), thresholds)
+    return found

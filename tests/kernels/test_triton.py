@@ -424,6 +424,17 @@ def test_layers_without_their_modules_calls_have_the_same_bits(checkpoint, famil
     assert weights and not any(weight() is not None for weight in weights), "a launch keeps weights alive"
 
 
+def test_sequences_without_a_completion_are_scored(checkpoint):
+    """No row of logits: there is nothing to launch."""
+    model = exact_model(checkpoint("qwen3"))
+    alone = token_logprobs(model, [[5, 7, 9]], prompt_lens=[2])[0]
+    assert token_logprobs(model, [[5, 7]], prompt_lens=[2])[0].tolist() == [0.0, 0.0]
+    assert token_logprobs(model, [[5]])[0].tolist() == [0.0]
+    nothing, found = token_logprobs(model, [[5, 7], [5, 7, 9]], prompt_lens=[2, 2])
+    assert nothing.tolist() == [0.0, 0.0]
+    assert torch.equal(found, alone)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [64, 160, 200])
 def test_persistent_programs_compute_the_same(dtype, depth, monkeypatch):
