@@ -52,7 +52,7 @@ class Noise:
         self.rng = random.Random(seed)
 
     def __call__(self, ids):
-        kinds = [[2], [self.rng.randrange(VOCAB) for _ in range(5)], [], ids[-3:], [VOCAB], ["x"]]
+        kinds = [[2], [self.rng.randrange(VOCAB) for _ in range(5)], [], ids[-3:], [10**6], ["x"]]
         return self.rng.choice(kinds)
 
 
@@ -231,20 +231,22 @@ def test_an_update_that_keeps_old_kv_gives_the_bits_without_drafts(checkpoint):
 def test_streams_stop_strings_and_all_that_an_answer_says_are_the_same_with_drafts(
     tmp_path, checkpoint, drafter, dtype
 ):
-    """In random schedules, until there were preemptions and stop strings among accepted drafts; each request beside
-    the oracle, and beside an engine without drafts that computes nothing else.
+    """In random schedules, until there were preemptions, accepted drafts, stop strings and scores of prompts; each
+    request beside the oracle, and beside an engine without drafts that computes nothing else.
     """
     path = served_checkpoint(checkpoint("qwen3"), tmp_path / "model")
     model, alone = exact_model(path, dtype), LLM(path, dtype=dtype)
-    preemptions = drafted = accepted = stopped = 0
+    preemptions = drafted = accepted = stopped = scored = 0
     for case in range(12):
-        if preemptions and accepted and stopped:
+        if preemptions and accepted and stopped and scored:
             break
         rng = random.Random(f"{drafter}-{dtype}-{case}")
         requests = [with_stop_string(rng, alone, *request) for request in random_requests(rng, 1000, 4, 40)]
         expected = [outputs(alone, [request])[0] for request in requests]
         stopped += sum(isinstance(c.stop_reason, str) for out in expected for c in out.completions)
+        scored += sum(out.prompt_logprobs is not None for out in expected)
         check_by_oracle(model, requests, expected)
+        endless = [(prompt, dataclasses.replace(params, stop=())) for prompt, params in requests]  # right drafts, too
         llm = LLM(
             path,
             dtype=dtype,
@@ -252,20 +254,26 @@ def test_streams_stop_strings_and_all_that_an_answer_says_are_the_same_with_draf
             max_num_batched_tokens=rng.choice((7, 33, 2048)),
             kv_cache_memory_bytes=tight_pool(model, requests, rng.choice((0, 1, 4))),
             async_scheduling=rng.random() < 0.6,
-            speculative_config=speculative_config(drafter, path, [model], requests, rng),
+            speculative_config=speculative_config(drafter, path, [model], endless, rng),
         )
         for _ in range(2):  # the second time, earlier answers are drafted
             assert streamed(llm, requests, rng) == expected
         preemptions += llm.stats().preemptions
         drafted += llm.stats().draft_tokens
         accepted += llm.stats().accepted_tokens
-    assert preemptions and drafted and stopped, "the schedules exercised nothing"
+    assert preemptions and drafted and stopped and scored, "the schedules exercised nothing"
     assert accepted or drafter == "noise"
 
 
 def with_stop_string(rng, llm, prompt, params):
     """The request, with much to say of each token, and in most cases a stop string from the midst of an answer."""
-    params = dataclasses.replace(params, logprobs=rng.choice((0, 4)), raw_logprobs=rng.random() < 0.5)
+    params = dataclasses.replace(
+        params,
+        logprobs=rng.choice((None, 0, 4)),
+        prompt_logprobs=rng.choice((None, 0, 2)),
+        raw_logprobs=rng.random() < 0.5,
+        min_tokens=min(rng.choice((0, 4)), params.max_tokens),
+    )
     text = outputs(llm, [(prompt, params)])[0].completions[-1].text
     first, length = rng.randrange(len(text) // 2 + 1), rng.randint(1, 4)
     stop = [text[first : first + length]] if rng.random() < 0.8 and text[first:] else []
