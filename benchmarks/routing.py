@@ -1,6 +1,7 @@
-"""What rollout routing replay would remove, for exact rollouts and for other engines', on a random mixture.
+"""What rollout routing replay would remove, for exact rollouts and for other engines', on random mixtures.
 
-usage: python benchmarks/routing.py [--model small mixture] [--prompts 24] [--tokens 64] [--peers hf vllm] [--json FILE]
+usage: python benchmarks/routing.py [--model small heavy mixture] [--prompts 24] [--tokens 64] [--peers hf vllm]
+           [--json FILE] [--keep FOLDER]
 
 hf: transformers' `generate`, batched. vllm: its CPU build, by the interpreter that VLLM_PYTHON names.
 """
@@ -14,7 +15,10 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from samebits import LLM, SamplingParams
 from samebits.cli import mismatch
-from samebits.integrations.rollouts import Rollout, write_rollouts
+from samebits.integrations.rollouts import Rollout, read_rollouts, write_rollouts
 from samebits.trainer import exact_model
 
 PROMPT = 16  # tokens
@@ -33,18 +37,26 @@ SIZES = {
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 MIXTURE = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "max_position_embeddings": 2048}
-MODELS: dict[str, dict[str, object]] = {"small": {}, "mixture": MIXTURE}  # of 110 M parameters
+MODELS: dict[str, dict[str, Any]] = {  # mixture: of 110 M parameters; heavy: flips make most of the mismatch
+    "small": {}, "heavy": {"scale_of_experts": 1.7}, "mixture": MIXTURE,
+}  # fmt: skip
 
 
-def make_model(folder: pathlib.Path, **sizes: object) -> None:
-    """Write a random Qwen3-MoE whose routers and texts are far from flat. sizes: in place of those of SIZES."""
-    torch.manual_seed(0)
+@torch.no_grad()
+def make_model(folder: pathlib.Path, scale_of_experts: float = 1.0, **sizes: object) -> None:
+    """Write a random Qwen3-MoE whose routers and texts are far from flat: the same one whatever draws HF's code does.
+
+    scale_of_experts: of their weights; the larger, the more a flipped expert changes what comes after it. sizes: in
+    place of those of SIZES.
+    """
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES | sizes), dtype=torch.float32)
+    of_experts = dict.fromkeys(("gate_up_proj", "down_proj"), scale_of_experts)
+    scales = {"mlp.gate.weight": 5.0, "lm_head.weight": 8.0, **of_experts}
     for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            parameter.data *= 5
-        elif name == "lm_head.weight":
-            parameter.data *= 8
+        if "norm" not in name:
+            scale = next((scale for end, scale in scales.items() if name.endswith(end)), 1.0)
+            seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.normal_(0.0, 0.02 * scale, generator=seed)
     model.save_pretrained(folder)
 
 
@@ -91,16 +103,18 @@ def write_vllm(file: pathlib.Path, folder: pathlib.Path, dtype: str, prompts: li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["small"], choices=MODELS)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--peers", nargs="*", default=["hf"], choices=["hf", "vllm"])
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--keep", type=pathlib.Path, help="a folder for the rollouts")
     args = parser.parse_args()
     rows = []
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, SIZES["vocab_size"], (args.prompts, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as name:
-        for model, dtype in itertools.product(args.model, ("float32", "bfloat16")):
+        for model, dtype in itertools.product(args.model, args.dtype):
             folder = pathlib.Path(name, model)
             if not folder.exists():
                 make_model(folder / "model", **MODELS[model])
@@ -112,6 +126,10 @@ def main() -> None:
                     write_vllm(file, *job)
                 else:
                     write_rollouts(file, {"samebits": exact_rollouts, "hf": generated}[engine](*job))
+                if args.keep:
+                    args.keep.mkdir(parents=True, exist_ok=True)
+                    kept = (replace(r, routed_experts=r.routed_experts.astype(np.uint8)) for r in read_rollouts(file))
+                    write_rollouts(args.keep / f"{model}-{file.name}", kept)
                 found = mismatch.diagnose(file, trainer, SamplingParams(), use_tqdm=False).replay
                 rows.append({"model": model, "engine": engine, "dtype": dtype, **(found or {})})
                 print(json.dumps(rows[-1]), flush=True)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
+import routing
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ from samebits.trainer import exact_model, token_logprobs
 from helpers.moe import save_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+RECORDED = pathlib.Path(__file__).parent / "recorded" / "vllm_routing.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,22 @@ def test_what_replay_would_remove_is_shown_beside_the_mismatch(path, inexact):
     assert 0 < s["replayed"]["k3"] < s["own"]["k3"] == found.summary["k3"]
     text = report.page("x", report.diagnosis(found))
     assert "Replaying the engine's (R3) would leave" in text and "Experts by layer" in text
+
+
+def test_replay_removes_most_of_the_mismatch_of_recorded_rollouts_of_vllm(tmp_path):
+    """By its CPU build in bf16, on a mixture whose experts weigh much (benchmarks/routing.py --model heavy --keep)."""
+    routing.make_model(tmp_path, **routing.MODELS["heavy"])
+    model = exact_model(tmp_path, "bfloat16")
+    s = mismatch.diagnose(RECORDED, model, SamplingParams(), use_tqdm=False).replay
+    assert s["tokens"] == 24 * (16 + 64 - 1)
+    assert s["sets_differ"] == pytest.approx(0.091, abs=0.003)
+    assert s["tokens_differ"] == pytest.approx(0.36, abs=0.01)
+    assert s["own"]["k3"] > 10 * s["replayed"]["k3"] > 0
+
+    prompts = [r.prompt_token_ids.tolist() for r in read_rollouts(RECORDED)]
+    write_rollouts(tmp_path / "exact.jsonl", routing.exact_rollouts(tmp_path, "bfloat16", prompts, 16))
+    s = mismatch.diagnose(tmp_path / "exact.jsonl", model, SamplingParams(), use_tqdm=False).replay
+    assert s["sets_differ"] == 0 and set(s["own"].values()) == set(s["replayed"].values()) == {0.0}
 
 
 def test_the_shares_are_those_of_a_count_by_hand(path, inexact):
