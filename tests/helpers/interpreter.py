@@ -8,6 +8,7 @@ for CUDA graphs.
 """
 
 import contextlib
+import functools
 import importlib
 import random
 
@@ -59,11 +60,34 @@ def _call(self, *args, **kwargs):
     return self.rewrite()(*args, **kwargs)
 
 
+_np_dtype = functools.cache(interpreter._get_np_dtype)  # which makes a dictionary for each look into it
+
+
+def _dtype_of(dtype):
+    return _np_dtype(tl.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+
+
+def _with_room(call):
+    """Have Python keep all frames below `call` in one piece of memory.
+
+    It takes 16 KB at a time, or as much as a frame is large. Where a loop calls from the end of such a piece, each call
+    maps a new one and gives it back: 700,000 system calls in a test of 20 seconds, a quarter of its time.
+    """
+
+    def roomy(*args, **kwargs):
+        return call(*args, **kwargs)
+
+    roomy.__code__ = roomy.__code__.replace(co_stacksize=2**17)
+    return roomy
+
+
 _patch = interpreter._patch_lang
 interpreter._patch_lang = lambda fn: _patch(_both_languages)
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpretedFunction.__call__ = _call
+interpreter.GridExecutor.__call__ = _with_room(interpreter.GridExecutor.__call__)
 interpreter._convert_float = _convert_rounding
+interpreter._get_np_dtype = _dtype_of
 
 
 def _capture(run, device, pool, side):

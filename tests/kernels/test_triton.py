@@ -40,10 +40,18 @@ from samebits.model.paged import group_size, hidden_states
 from samebits.model.rollout import FusedLayer
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers.drafters import DRAFTERS, VOCAB, speculative_config
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
 from helpers.interpreter import interpreter as triton_interpreter
-from helpers.oracle import oracle
-from helpers.schedules import check_against_trainer, check_results, random_requests, run_schedule, tight_pool
+from helpers.moe import save_tiny_moe
+from helpers.schedules import (
+    assert_trainers_experts,
+    check_against_trainer,
+    check_results,
+    random_requests,
+    run_schedule,
+    tight_pool,
+)
 
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -909,21 +917,33 @@ def test_negative_control_a_graph_without_a_prompts_tile_is_noticed(checkpoint, 
 
 
 @pytest.mark.slow
-def test_no_draft_changes_a_bit_in_graphs(checkpoint, rows_cost_nothing):
-    """Steps of drafts go through the graphs of mixed steps: right drafts, each with a wrong token at its end."""
-    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_draft_changes_a_bit_in_graphs(checkpoint, drafter, rows_cost_nothing):
+    """Drafts of all kinds under random schedules, whose steps go through the graphs of a few tokens a sequence."""
+    path = checkpoint("qwen3", vocab_size=VOCAB, num_hidden_layers=1)
+    models, rng = [exact_model(path)], random.Random(drafter)
+    requests = [
+        (2 * prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, 8)))
+        for prompt, params in random_requests(rng, VOCAB, 3, 6)
+    ]
+    config = speculative_config(drafter, path, models, requests, rng)
+    results, llm = run_schedule(path, "float32", rng, requests, models, speculative_config=config)
+    check_results(models, requests, results)
+    assert llm.stats().draft_tokens and (llm.stats().accepted_tokens or not drafter.startswith("right"))
+    assert any(kind.most > 1 for kind in llm.engine.executor.workers[0].runner.graphs._graphs)
+
+
+def test_experts_noted_in_graphs_are_the_trainers(tmp_path):
+    """Of a prompt's step and of those that decode, in graphs that have room for a token more."""
+    path = save_tiny_moe(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
     model = exact_model(path)
-    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
-    ((tokens, logprobs),) = oracle(model, [5, 7, 9], params)
-
-    def draft(ids):
-        return [*tokens[len(ids) - 3 :][:2], 11]
-
-    llm = LLM(path, speculative_config={"method": draft})
-    (found,) = llm.generate([[5, 7, 9]], params, use_tqdm=False)[0].completions
-    assert (found.token_ids, found.logprobs) == (tokens, logprobs)
-    assert llm.stats().accepted_tokens > 0
-    assert llm.engine.executor.workers[0].runner.graphs._graphs
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 2**20, "skip_tokenizer_init": True}
+    llm = LLM(path, max_num_batched_tokens=16, **settings)
+    requests = [([*range(5, 17)], SamplingParams(n=3, max_tokens=3, seed=1, ignore_eos=True, routed_experts=True))]
+    results = serve_in_turn(llm, requests, [0])
+    check_against_trainer(model, requests, results)
+    assert_trainers_experts(model, results[0])
+    assert {kind.large > 0 for kind in llm.engine.executor.workers[0].runner.graphs._graphs} == {False, True}
 
 
 @pytest.mark.slow
