@@ -103,9 +103,10 @@ def test_packed_weights_can_take_the_memory_of_others():
     assert torch.equal(second.panels, ops.PackedExperts.pack(other).panels)
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
 @pytest.mark.parametrize("size", SIZES)
-def test_values_and_gradients_are_those_of_fp64_and_repeat(size, threads):
-    check_by_fp64_twice(size)
+def test_values_and_gradients_are_those_of_fp64_and_repeat(size, dtype, threads):
+    check_by_fp64_twice(size, dtype)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4))[1:])

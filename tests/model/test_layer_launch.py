@@ -11,6 +11,7 @@ from samebits.kernels import cpu
 from samebits.kernels.cpu import layer
 from samebits.model.rollout import FusedLayer, prepare_rollout
 from samebits.model.stage import stage_model
+from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model
 
@@ -127,6 +128,26 @@ def test_parts_of_a_launch_have_the_bits_of_the_whole(checkpoint, family, dtype,
         assert run() == expected
         assert max(parts) <= most + 12
         assert sum(parts) > sum(map(len, prompts))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_long_prompt_in_parts_has_the_trainers_bits(checkpoint, ordered, monkeypatch):
+    """In one step of as many rows as a user's; a negative control reads keys before the part that writes them."""
+    path, parts, cut = checkpoint("llama", max_position_embeddings=1024), [], layer._parts
+
+    def parts_of(items, rows):
+        found = list(cut(items, rows))
+        parts.append([len(range(rows)[where]) for where, _ in found])
+        return found if ordered else found[::-1]
+
+    monkeypatch.setattr(layer, "_parts", parts_of)
+    llm = LLM(path, dtype="float32", kv_cache_memory_bytes=2**24, max_num_batched_tokens=2048)
+    prompt = [3 + i * i % 50 for i in range(1000)]
+    out = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+    assert max(parts, key=sum) == [512, 488]
+    (expected,) = token_logprobs(exact_model(path, "float32"), [prompt])
+    assert (out.prompt_logprobs == expected.tolist()) is ordered
 
 
 def test_windows_of_a_layer_are_its_own(checkpoint, launches, monkeypatch):
