@@ -76,7 +76,6 @@ class Metrics:
             (GaugeMetricFamily, "requests_running", "Sequences that run", load.num_running),
             (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
             (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
-            (GaugeMetricFamily, "tokens_per_step", "Tokens that a step gave, on average", load.tokens_per_step),
             (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
             (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
@@ -88,14 +87,15 @@ class Metrics:
             yield family(f"samebits_{name}", text, float(value))
         method = (self.service.llm.config.speculative_config or {"method": "none"})["method"]
         method = method if isinstance(method, str) else "callable"
-        for name, text, label, counts in (
-            ("samples_finished", "Samples by finish reason", "reason", engine.finished),
-            ("draft_tokens", "Tokens drafted", "method", {method: load.draft_tokens}),
-            ("accepted_tokens", "Drafted tokens that were sampled", "method", {method: load.accepted_tokens}),
+        for family, name, text, label, values in (
+            (CounterMetricFamily, "samples_finished", "Samples by finish reason", "reason", engine.finished),
+            (CounterMetricFamily, "draft_tokens", "Tokens drafted", "method", {method: load.draft_tokens}),
+            (CounterMetricFamily, "accepted_tokens", "Drafted and sampled", "method", {method: load.accepted_tokens}),
+            (GaugeMetricFamily, "tokens_per_step", "Tokens of a step", "method", {method: load.tokens_per_step}),
         ):
-            labelled = CounterMetricFamily(f"samebits_{name}", text, labels=[label])
-            for kind, count in sorted(counts.items()):
-                labelled.add_metric([kind], count)
+            labelled = family(f"samebits_{name}", text, labels=[label])
+            for kind, value in sorted(values.items()):
+                labelled.add_metric([kind], value)
             yield labelled
         labels = {"version": self.service.updates.label, "contract": str(self.service.contract_hash)}
         yield InfoMetricFamily("samebits_weights", "The weights in force, by the client's name", labels)

@@ -180,6 +180,17 @@ def test_engine_settings_reach_the_engine(checkpoint, tmp_path):
     assert "speculative_config has no ['depth']" in wrong.stderr.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("rows_cost_nothing")
+def test_bench_shows_what_was_drafted(checkpoint):
+    drafts = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+    args = ("bench", checkpoint("llama"), "--workload", "short", "--repeats", 1, "--kv-cache-memory-bytes", 2**24)
+    found = [json.loads(samebits(*args, "--json", *more).stdout) for more in (drafts, ())]
+    drafted, plain = ([result["draft_tokens"] for result in results] for results in found)
+    assert all(drafted) and not any(plain)
+    shown = samebits(*args, *drafts).stdout
+    assert "drafted" in shown and "accepted" in shown and "tokens a" in shown
+
+
 def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
     model, prompts, exact = checkpoint("llama"), tmp_path / "prompts.jsonl", tmp_path / "exact.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_token_ids": [5 + i, 6, 7]}) + "\n" for i in range(6)))

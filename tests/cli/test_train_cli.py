@@ -36,7 +36,8 @@ def test_a_run_leaves_log_curves_and_model_and_goes_on_where_it_stopped(tmp_path
     assert "validation" in rows[1] and "validation" in rows[2] and "validation" not in rows[0]
     with log.open("a") as file:
         file.write('{"step": 3, "rew')  # killed while it wrote
-    again = train(*SMALL, "--steps", 5, "--output-dir", tmp_path)
+    drafts = ("--speculative-config", '{"method": "suffix"}')
+    again = train(*SMALL, "--steps", 5, "--output-dir", tmp_path, *drafts)
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resumed after step 3" in again.stdout
     assert [row["step"] for row in read_log(log)] == [0, 1, 2, 3, 4]
@@ -56,6 +57,10 @@ def test_a_run_leaves_log_curves_and_model_and_goes_on_where_it_stopped(tmp_path
         (("--model", "tiny", "--task", "sorting", "--verifier", "exact"), "--verifier is for .jsonl tasks"),
         (("--model", "tiny", "--task", "lines.jsonl", "--num-problems", 5), "--num-problems is for built-in tasks"),
         (("--model", "smollm2", "--task", "sorting", "--sync-dir", "x"), "--sync-dir needs --engine-url"),
+        (
+            ("--model", "tiny", "--task", "sorting", "--speculative-config", '{"method": "medusa"}'),
+            "speculative method 'medusa'; choose",
+        ),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path, monkeypatch, options, message):

@@ -332,7 +332,7 @@ def test_metrics_count_drafts_by_their_method(path, server, rows_cost_nothing):
         found = metrics(drafting)
     accepted = found['samebits_accepted_tokens_total{method="suffix"}']
     assert 30 <= accepted <= found['samebits_draft_tokens_total{method="suffix"}']
-    assert found["samebits_tokens_per_step"] > 1.5
+    assert found['samebits_tokens_per_step{method="suffix"}'] > 1.5
 
 
 # --- pausing, aborting, memory ----------------------------------------------------------------------------------------

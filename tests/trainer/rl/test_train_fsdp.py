@@ -154,6 +154,19 @@ def test_two_ranks_resume_to_the_bit(tiny, tmp_path, changes):
     assert all("kl" in m for m in whole) == ("kl_coef" in changes)
 
 
+def test_a_mixture_on_two_ranks_resumes_to_the_bit(tmp_path):
+    make_tiny_model(
+        tmp_path / "model", make_task("arithmetic").alphabet, seed=3, experts=True, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=24, initializer_range=0.3,
+    )  # fmt: skip
+    more = {"router_aux_loss_coef": 0.01, "minibatches": 2}
+    (whole, _, weights), (parts, _, resumed) = trained(2, tmp_path / "model", tmp_path / "run", "fit_in_parts", **more)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    for a, b in zip(whole, parts, strict=True):
+        assert a["max_difference"] == b["max_difference"] == 0 and a["compared_tokens"] > 0 and a["grad_norm"] > 0
+        assert a["grad_norm"] == b["grad_norm"]
+
+
 def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     (whole, *_), _ = trained(2, tiny, tmp_path / "run", "fit_in_parts", staleness=1)
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
