@@ -7,7 +7,9 @@ Sums over keys are products of the matrix unit, a row's own sum of weights too (
 order does not depend on the tile; a maximum has no order. A masked key has weight 0 and leaves its row as it was, so
 rows of any positions may share a tile: rows of several sequences, too, over segments of KV blocks that they share.
 
-A block of the KV cache holds one such block: k_cache, v_cache [num_blocks, kv_heads, BLOCK, head_dim].
+A block of the KV cache holds one such block: k_cache, v_cache [num_blocks, kv_heads, BLOCK, head_dim]. Where a value is
+infinite or NaN, the token's value in it is 0 and its key NaN: rows that see it still have no finite result, and rows
+before it, whose weight 0 the matrix unit multiplies all the same, keep theirs.
 """
 
 from __future__ import annotations
@@ -211,6 +213,18 @@ def cache_row(slot, head, kv_heads, BLOCK: tl.constexpr):
     return (slot // BLOCK * kv_heads + head) * BLOCK + slot % BLOCK
 
 
+@triton.jit
+def is_strange(x):
+    """1 where x is infinite or NaN, int32."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1)
+
+
+@triton.jit
+def instead(where, number, x):
+    """Return x, and a number where that is said."""
+    return tl.where(where, number, x.to(tl.float32)).to(x.dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=_INDEX)
 def _write_kv(
     k, v, slot_mapping, k_cache, v_cache, stride_k, stride_v, kv_heads,
@@ -222,8 +236,11 @@ def _write_kv(
     d = tl.arange(0, BLOCK_D)
     mask = d < tl.where(slot >= 0, DIM, 0)  # padding has no slot
     place = cache_row(slot, head, kv_heads, BLOCK) * DIM + d
-    tl.store(k_cache + place, tl.load(k + token * stride_k + head * DIM + d, mask=mask), mask=mask)
-    tl.store(v_cache + place, tl.load(v + token * stride_v + head * DIM + d, mask=mask), mask=mask)
+    key = tl.load(k + token * stride_k + head * DIM + d, mask=mask, other=0.0)
+    value = tl.load(v + token * stride_v + head * DIM + d, mask=mask, other=0.0)
+    strange = tl.max(is_strange(value), 0) > 0
+    tl.store(k_cache + place, instead(strange, float("nan"), key), mask=mask)
+    tl.store(v_cache + place, instead(strange, 0.0, value), mask=mask)
 
 
 def padded_width(dim: int) -> int:

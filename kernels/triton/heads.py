@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..backend import HeadNorms
 from ..layout import PagedLayout
-from .attention import BLOCK, cache_row, rows_dense
+from .attention import BLOCK, cache_row, instead, is_strange, rows_dense
 from .elementwise import norm_scale, several_rows
 from .launch import aligned, await_inputs, launch
 
@@ -65,11 +65,13 @@ def _place_heads(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     to_cache = mask & of_k[:, None] & (slot >= 0)  # padding has no slot
     place = cache_row(slot, head - heads, kv_heads, KEYS)[:, None] * width + i
-    tl.store(k_cache + place, first, mask=to_cache)
-    tl.store(k_cache + place + half, second, mask=to_cache)
     values = v + token * stride_v + (head - heads)[:, None] * width + i
-    tl.store(v_cache + place, tl.load(values, mask=to_cache), mask=to_cache)
-    tl.store(v_cache + place + half, tl.load(values + half, mask=to_cache), mask=to_cache)
+    a, b = tl.load(values, mask=to_cache, other=0.0), tl.load(values + half, mask=to_cache, other=0.0)
+    strange = (tl.max(is_strange(a) | is_strange(b), 1) > 0)[:, None]  # see attention.py
+    tl.store(k_cache + place, instead(strange, float("nan"), first), mask=to_cache)
+    tl.store(k_cache + place + half, instead(strange, float("nan"), second), mask=to_cache)
+    tl.store(v_cache + place, instead(strange, 0.0, a), mask=to_cache)
+    tl.store(v_cache + place + half, instead(strange, 0.0, b), mask=to_cache)
 
 
 def place_heads(

@@ -40,6 +40,7 @@ from samebits.model.paged import group_size, hidden_states
 from samebits.model.rollout import FusedLayer
 from samebits.trainer import exact_model, token_logprobs
 
+from helpers import faults
 from helpers.drafters import DRAFTERS, VOCAB, speculative_config
 from helpers.interpreter import interpreted  # first: it makes Triton interpret
 from helpers.interpreter import interpreter as triton_interpreter
@@ -251,6 +252,35 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
         )
         assert torch.equal(alone[0][0], out[token]), (token, splits)
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_not_finite_reaches_only_rows_that_see_it(dtype, window):
+    """As that of a wrong draft may be, of a token that the sequence never has: in large tiles and in small ones."""
+    q, k, v, cache, layout = packed(dtype, [130, 8], 4, 2, 24)
+    expected = ops.paged_attention(q, k, v, cache, layout, 24**-0.5, window)
+    for late, place, strange in ((100, 0, math.inf), (129, 23, math.nan), (64, 7, -math.inf), (134, 7, math.inf)):
+        other = v.clone()
+        other[late, :, place] = strange
+        found = ops.paged_attention(q, k, other, cache, layout, 24**-0.5, window)
+        seen = slice(late, 130 if late < 130 else 138)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a[: seen.start], b[: seen.start]) and torch.equal(a[seen.stop :], b[seen.stop :])
+        reached = found[0][seen][:window] if window else found[0][seen]
+        assert not reached.isfinite().any()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_not_finite_are_kept_as_a_key_that_is_none(dtype, normed):
+    case = Heads.random(dtype, 20)
+    case.v[1, 0, 13], case.v[6, 1, 2] = math.inf, math.nan
+    _, keys, values = case.place(normed)
+    slots = [divmod(int(case.layout.slot_mapping[token]), paged.BLOCK) for token in (1, 6)]
+    assert values.isfinite().all() and keys.isnan().sum() == 2 * 20
+    for (block, at), head in zip(slots, (0, 1), strict=True):
+        assert keys[block, head, at].isnan().all() and not values[block, head, at].any()
 
 
 def test_a_gpus_probe_has_rows_for_each_kind_of_tile(monkeypatch):
@@ -931,6 +961,18 @@ def test_no_draft_changes_a_bit_in_graphs(checkpoint, drafter, rows_cost_nothing
     check_results(models, requests, results)
     assert llm.stats().draft_tokens and (llm.stats().accepted_tokens or not drafter.startswith("right"))
     assert any(kind.most > 1 for kind in llm.engine.executor.workers[0].runner.graphs._graphs)
+
+
+def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, rows_cost_nothing):
+    """Its sequence never has it, and may not be failed for it."""
+    path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
+    requests = [([5, 7, 9], SamplingParams(n=2, max_tokens=4, seed=3, ignore_eos=True))]
+    expected = serve_in_turn(LLM(path, kv_cache_memory_bytes=2**22), requests, [0])
+    assert not any(77 in c.token_ids for c in expected[0].completions)
+    llm = LLM(path, kv_cache_memory_bytes=2**22, speculative_config={"method": lambda ids: [77, 5]})
+    faults.embed_nan(llm, 77)
+    found = serve_in_turn(llm, requests, [0])
+    assert llm.stats().draft_tokens and found[0].completions == expected[0].completions
 
 
 def test_experts_noted_in_graphs_are_the_trainers(tmp_path):
