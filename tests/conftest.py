@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shutil
 import signal
@@ -116,9 +115,3 @@ def two_threads():
     """Where work is to be shared out."""
     with threads(2):
         yield
-
-
-def pytest_collection_finish():
-    """Have no collection of garbage look through what was imported."""
-    gc.collect()
-    gc.freeze()
