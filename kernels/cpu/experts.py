@@ -14,7 +14,7 @@ from .copies import copy_rows, pack_panel, transpose
 from .elementwise import ACTIVATIONS, gated_products, widen_row
 from .jit import elementwise, inline, own_storage, parallel, serial, storage
 from .linear import pack, panel_product
-from .pages import new_memory
+from .pages import join_pages, new_memory
 from .simd import PANEL, fma, matmul_panel, narrow, widen
 
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
@@ -215,11 +215,12 @@ def _combine_backward(grad, y, weights, pairs, slots, grad_y, grad_weights):
 def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return weights [E, features, depth] as [E, panels, depth, PANEL], each as `pack` has it; in `out` if given."""
     experts, features, depth = weight.shape
-    if out is None:
-        out = new_memory(weight, experts, -(-features // PANEL), depth, PANEL)
-    for each, panels in zip(weight, out, strict=True):
+    all_panels = new_memory(weight, experts, -(-features // PANEL), depth, PANEL) if out is None else out
+    for each, panels in zip(weight, all_panels, strict=True):
         pack(each, panels)
-    return out
+    if out is None:
+        join_pages(all_panels)
+    return all_panels
 
 
 def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:

@@ -14,7 +14,7 @@ from numba import float32, prange
 
 from .copies import pack_panel, transpose
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
-from .pages import new_memory
+from .pages import join_pages, new_memory
 from .simd import LANES, PANEL, blocked_one, blocked_panel, matmul_panel, narrow, widen
 
 _NO_BIAS, _NO_OUT = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -165,6 +165,8 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     features, depth = weight.shape
     panels = new_memory(weight, -(-features // PANEL), depth, PANEL) if out is None else out
     _pack(storage(weight.contiguous()), own_storage(panels))
+    if out is None:
+        join_pages(panels)
     return panels
 
 

@@ -5,15 +5,27 @@ import mmap
 
 import torch
 
-_HUGE = 2**21  # bytes; smaller tensors hardly hold a whole one
+_HUGE = 2**21  # bytes
+_LARGE = 2**18  # smaller tensors aren't worth the calls
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_COLLAPSE = 25  # Linux's MADV_COLLAPSE, since 6.1; older ones refuse it
 
 
 def new_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return a tensor of `like`'s dtype that nobody has written to: in huge pages if it is large."""
     out = like.new_empty(shape)
-    if _ADVICE is not None and out.device.type == "cpu" and out.nbytes >= _HUGE:
-        first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (out.data_ptr() + out.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE)
+    _advise(out, _ADVICE, mmap.PAGESIZE)
     return out
+
+
+def join_pages(written: torch.Tensor) -> None:
+    """Have huge pages for the ends of a tensor, too: they lie in pages shared with neighbours, which are there now."""
+    _advise(written, _COLLAPSE, _HUGE)
+
+
+def _advise(tensor: torch.Tensor, advice: int | None, page: int) -> None:
+    """Tell the kernel about the pages of so many bytes that a large tensor lies in."""
+    if _ADVICE is not None and tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
+        first = tensor.data_ptr() // page * page
+        size = -(-(tensor.data_ptr() + tensor.nbytes - first) // page) * page
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
