@@ -23,7 +23,7 @@ from ..sharing import shared_blocks, sharing_runs
 from .elementwise import exp, norm_row, turn
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
-from .simd import LANES, fma, matmul_four, matmul_one, matmul_two, pairwise, pointer, widen
+from .simd import CACHE_LINE, LANES, fma, matmul_four, matmul_one, matmul_two, pairwise, pointer, prefetch, widen
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
@@ -83,12 +83,13 @@ def _are_finite(values, like, size, count):
 
 @inline
 def _attend_blocks(
-    first, end, rows, group, position, window, table, at_k, at_v, strides, like, size, dim, width, scale, tile
+    first, end, rows, group, position, window, table, at_k, at_v, strides, like, size, dim, width, scale, tile, then
 ):
     """Go on with some rows of a tile over the key blocks from `first` on, before `end`.
 
     rows: the first and the number; they are of tokens at `position` and after it, `group` rows each. table: the blocks
-    of their sequence. tile: queries, scores, outputs, and of each row the largest score and the sum so far.
+    of their sequence. tile: queries, scores, outputs, and of each row the largest score and the sum so far. then: the
+    addresses of the keys and values to fetch meanwhile, those of the block that is read after these.
     """
     qs, s, o, m, l, largest, factors = tile
     start, count = rows
@@ -99,12 +100,13 @@ def _attend_blocks(
     last = position + count // group - 1
     for block in range(first, end):
         base = block * BLOCK
-        following = table[min(block + 1, end - 1)]
         keys, values = at_k + strides[0] * table[block], at_v + strides[1] * table[block]
-        ahead = at_k + strides[0] * following
+        next_keys, next_values = then
+        if block + 1 < end:
+            next_keys, next_values = at_k + strides[0] * table[block + 1], at_v + strides[1] * table[block + 1]
         for j in range(count * BLOCK):
             scores[j] = _ZERO
-        _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, count, values)
+        _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, count, next_keys)
         masked = base + BLOCK > position + 1 or (window > 0 and last - window + 1 > base)
         for j in range(count * BLOCK):  # by stages, so that rows overlap
             scores[j] *= float32(scale)
@@ -138,8 +140,11 @@ def _attend_blocks(
             depth = min(BLOCK, position + (r + step) // group - base)
             if depth > 0:
                 _product(
-                    at_s + 4 * BLOCK * r, BLOCK, values, like, size, width, depth, at_o + 4 * width * r, step, ahead
-                )
+                    at_s + 4 * BLOCK * r, BLOCK, values, like, size, width, depth, at_o + 4 * width * r, step,
+                    next_values,
+                )  # fmt: skip
+        for line in range(size * width * min(BLOCK, last + 1 - base), size * width * BLOCK, CACHE_LINE):
+            prefetch(next_values + line)  # which the product didn't, over fewer keys
 
 
 @inline
@@ -151,6 +156,12 @@ def _cost(items, positions, window, at):
         before = min(positions[first], window) if window > 0 else positions[first]
         cost += count * (before + count)
     return cost
+
+
+@inline
+def _first_block(position, window):
+    """Return the number of the first block of keys that a query sees."""
+    return max(0, position - window + 1) // BLOCK if window > 0 else 0
 
 
 @inline
@@ -174,7 +185,7 @@ def _attend_share(
     tile = qs, s, o, m, l, largest, factors
     like, size = k_cache[0, 0, 0, 0], k_cache.itemsize
     strides = k_cache.strides[0], v_cache.strides[0]
-    total = 0
+    total, last_work = 0, items.shape[0] * kv_heads - 1
     for at in range(items.shape[0]):
         total += kv_heads * _cost(items, positions, window, at)
     done = 0
@@ -202,13 +213,22 @@ def _attend_share(
             table = block_tables[block_table_starts[items[each, 2]] :]
             start, count, token_rows = (items[each, 0] - first) * group, items[each, 1] * group, group
             position = positions[items[each, 0]]
-            begin = max(0, position - window + 1) // BLOCK if window > 0 else shared
+            begin = max(_first_block(position, window), shared)
             end = (position + items[each, 1] - 1) // BLOCK + 1
             if i < at:  # what all share, of which each row sees all keys
                 begin, end, start, count, token_rows, position = 0, shared, 0, rows, rows, shared * BLOCK
+            after, after_head, skipped = min(work + 1, last_work) // kv_heads, (work + 1) % kv_heads, 0
+            if i + 1 < at + sharers:
+                after, after_head, skipped = i + 1, head, shared
+            following = max(_first_block(positions[items[after, 0]], window), skipped)
+            block = block_tables[block_table_starts[items[after, 2]] + following]
+            then = (
+                k_cache.ctypes.data + strides[0] * block + k_cache.strides[1] * after_head,
+                v_cache.ctypes.data + strides[1] * block + v_cache.strides[1] * after_head,
+            )
             _attend_blocks(
                 begin, end, (start, count), token_rows, position, window, table, at_k, at_v, strides, like, size, dim,
-                width, scale, tile,
+                width, scale, tile, then,
             )  # fmt: skip
         for r in range(rows):
             token, h = first + r // group, head * group + r % group

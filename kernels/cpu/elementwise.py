@@ -14,7 +14,7 @@ from numba import float32, int32, prange
 
 from .float_modes import check_float_modes
 from .jit import elementwise, inline, own_storage, storage
-from .simd import bits_float, float_bits, fma, narrow, widen
+from .simd import add_squares, bits_float, float_bits, fma, narrow, widen
 
 # ln 2 split so that n * LN2_HIGH is exact for |n| < 2^11: Cody & Waite, Software Manual for the Elementary Functions.
 _LN2_HIGH, _LN2_LOW = float32(0.693359375), float32(-2.1219444e-4)
@@ -49,9 +49,7 @@ def sum_of_squares(row):
     """Return the sum by 16 interleaved chains of fused multiply-adds, then a pairwise tree: fixed for a width."""
     lanes = np.zeros(16, np.float32)
     whole = row.size - row.size % 16
-    for start in range(0, whole, 16):
-        for lane in range(16):
-            lanes[lane] = fma(widen(row[start + lane]), widen(row[start + lane]), lanes[lane])
+    add_squares(row.ctypes.data, row[0], whole, lanes.ctypes.data)
     for lane in range(row.size - whole):
         lanes[lane] = fma(widen(row[whole + lane]), widen(row[whole + lane]), lanes[lane])
     width = 8
@@ -152,9 +150,12 @@ def gated_products(gate, up, kind, stored, out):
 
     All three are rounded to the dtype of `stored` [3, width], which is scratch.
     """
-    narrow_row(gate, stored[0])
-    narrow_row(up, stored[1])
-    gated_row(stored[0], stored[1], kind, stored[2])
+    if stored.itemsize == out.itemsize:  # nothing to round
+        gated_row(gate, up, kind, stored[2])  # not to `out`, which may be one of the two: LLVM would take no vectors
+    else:
+        narrow_row(gate, stored[0])
+        narrow_row(up, stored[1])
+        gated_row(stored[0], stored[1], kind, stored[2])
     widen_row(stored[2], out)
 
 

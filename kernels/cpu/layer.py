@@ -22,7 +22,7 @@ from .linear import NO_LOW_RANK, LowRank, products
 from .simd import LANES, PANEL, narrow, pointer, widen
 
 _ROWS = 512  # that go through all layers together: the scratch of more doesn't stay in cache
-_SERIAL_ROWS = 16
+_SERIAL_ROWS = 4
 _NO_FLOAT = float32(0.0)
 _LINEAR = np.dtype([
     ("panels", "i8"), ("bias", "i8"), ("down", "i8"), ("up", "i8"),  # addresses
@@ -73,14 +73,17 @@ def _place_share(q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, 
     queries = np.empty((2, heads, dim), cos.dtype)
     keys = np.empty((2, kv_heads, dim), cos.dtype)
     values = np.empty((kv_heads, dim), cos.dtype)
+    given_queries, given_keys = queries[0].reshape(heads * dim), keys[0].reshape(kv_heads * dim)
+    placed, given_values = queries[1].reshape(heads * dim), values.reshape(kv_heads * dim)
+    out = turned.reshape(turned.shape[0], heads * dim)
     for t in range(q.shape[0]):
-        _narrow_rows(q[t].reshape(heads, dim), queries[0])
-        _narrow_rows(k[t].reshape(kv_heads, dim), keys[0])
-        _narrow_rows(v[t].reshape(kv_heads, dim), values)
+        narrow_row(q[t], given_queries)
+        narrow_row(k[t], given_keys)
+        narrow_row(v[t], given_values)
         place(queries[0], q_norm, q_eps, cos[t], sin[t], queries[1])
         place(keys[0], k_norm, k_eps, cos[t], sin[t], keys[1])
         write_token(keys[1], values, slot_mapping[t], k_cache, v_cache)
-        _widen_rows(queries[1], turned[t])
+        widen_row(placed, out[t])
 
 
 @inline

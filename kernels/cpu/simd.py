@@ -85,6 +85,62 @@ def pointer(typingctx, address, like):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    """Have the cache line at an address be fetched, into L2: L1 does not hold two blocks of b."""
+
+    def codegen(context, builder, signature, args):
+        _prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _prefetch(builder, address):
+    pointer = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    )
+    builder.call(function, [builder.inttoptr(address, pointer), _I32(0), _I32(2), _I32(1)])  # to read
+
+
+@intrinsic
+def add_squares(typingctx, row, like, count, lanes):
+    """Add the squares of elements to 16 fp32: element i to lane i % 16, by fused multiply-adds, ascending.
+
+    row, lanes: addresses; like: an element of the row; count: of elements, a multiple of 16.
+    """
+    stored, width = _HALVES.get(like, "float32"), 16
+
+    def codegen(context, builder, signature, args):
+        row, _, count, lanes = args
+        vector = ir.VectorType(_F32, width)
+        multiply_add = builder.module.declare_intrinsic(
+            f"llvm.fma.v{width}f32", fnty=ir.FunctionType(vector, [vector] * 3)
+        )
+        before = _load_vector(builder, lanes, "float32", width)
+        entry = builder.block
+        loop, done = builder.append_basic_block("squares_loop"), builder.append_basic_block("squares_done")
+        builder.cbranch(builder.icmp_signed(">", count, _I64(0)), loop, done)
+        builder.position_at_end(loop)
+        i, sums = builder.phi(_I64), builder.phi(vector)
+        x = _load_vector(builder, _address(builder, row, (i, context.get_abi_sizeof(args[1].type))), stored, width)
+        total = builder.call(multiply_add, [x, x, sums])
+        following = builder.add(i, _I64(width))
+        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+        builder.position_at_end(done)
+        result = builder.phi(vector)
+        for phi, first, next_ in (i, _I64(0), following), (sums, before, total):
+            phi.add_incoming(first, entry)
+            phi.add_incoming(next_, loop)
+        result.add_incoming(before, entry)
+        result.add_incoming(total, loop)
+        _store_vector(builder, result, lanes)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, like, types.int64, types.int64), codegen
+
+
+@intrinsic
 def widen(typingctx, x):
     """Return a stored element as fp32."""
     stored = _HALVES.get(x, "float32")
@@ -149,21 +205,21 @@ def _lanes(builder, x, lanes):
     return builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), indices)
 
 
-def _load_vector(builder, address, stored: str):
-    """Load LANES elements as fp32."""
+def _load_vector(builder, address, stored: str, lanes: int = LANES):
+    """Load so many elements as fp32."""
 
     def load(type_, align):
         value = builder.load(builder.inttoptr(address, type_.as_pointer()))
         value.align = align
         return value
 
-    vector = ir.VectorType(_F32, LANES)
+    vector = ir.VectorType(_F32, lanes)
     if stored == "float32":
         return load(vector, 4)
     if stored == "float16":
-        return builder.fpext(load(ir.VectorType(_F16, LANES), 2), vector)
-    wide = builder.zext(load(ir.VectorType(_I16, LANES), 2), ir.VectorType(_I32, LANES))
-    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), vector)
+        return builder.fpext(load(ir.VectorType(_F16, lanes), 2), vector)
+    wide = builder.zext(load(ir.VectorType(_I16, lanes), 2), ir.VectorType(_I32, lanes))
+    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * lanes)), vector)
 
 
 def _rounded(builder, wide, stored: str):
@@ -214,10 +270,6 @@ def _make_tile(vectors: int, stored: str, anew: bool):
         multiply_add = builder.module.declare_intrinsic(
             f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3)
         )
-        pointer = ir.IntType(8).as_pointer()
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        )
         row_a = [_address(builder, a, (stride_a, 4 * r)) for r in range(rows)]
         cells = [
             [_address(builder, c, (stride_c, 4 * r), (_I64(j), 4 * LANES)) for j in range(vectors)] for r in range(rows)
@@ -236,9 +288,8 @@ def _make_tile(vectors: int, stored: str, anew: bool):
         acc = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
         row_b = builder.add(b, builder.mul(builder.mul(k, stride_b), _I64(size_b)))
         columns = [_load_vector(builder, builder.add(row_b, _I64(j * LANES * size_b)), stored) for j in range(vectors)]
-        for j in range(lines):  # to read, into L2: L1 does not hold two blocks of b
-            there = builder.add(line, builder.mul(gap, _I64(j)))
-            builder.call(prefetch, [builder.inttoptr(there, pointer), _I32(0), _I32(2), _I32(1)])
+        for j in range(lines):
+            _prefetch(builder, builder.add(line, builder.mul(gap, _I64(j))))
         next_line = builder.add(line, step)
         offset = builder.mul(k, _I64(4))
         after = []
