@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from samebits.kernels import contract, cpu, functions, ops
-from samebits.kernels.cpu import simd
+from samebits.kernels.cpu import pages, simd
 from samebits.kernels.cpu.elementwise import TORCH_ACTIVATIONS
 from samebits.kernels.cpu.simd import CHAIN
 
@@ -63,6 +63,29 @@ def test_large_packed_weights_are_in_huge_pages_where_asking_helps(pack):
     panels = pack(weight).panels
     assert "hg" in flags_of_memory(panels.data_ptr() + panels.nbytes // 2)
     assert "hg" not in flags_of_memory(weight.data_ptr() + weight.nbytes // 2)
+
+
+def linux_collapses_pages():
+    memory = torch.ones(2**21)
+    first = -(-memory.data_ptr() // 2**21) * 2**21
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(2**21), pages._COLLAPSE) == 0
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/smaps").exists(), reason="not Linux")
+def test_packed_weights_lie_in_huge_pages_up_to_their_ends():
+    if not linux_collapses_pages():
+        pytest.skip("this Linux has no huge pages to give, or doesn't move to them what is written")
+    weight = torch.randn(1536, 576)  # of 3.4 MB
+    packed = [ops.PackedWeight.pack(weight).panels for _ in range(16)]  # side by side
+    touched = {p for t in packed for p in range(t.data_ptr() // 2**21, -(-(t.data_ptr() + t.nbytes) // 2**21))}
+    smaps = pathlib.Path("/proc/self/smaps").read_text()
+    mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages: +(\d+) kB", smaps, re.M | re.S)
+    total = 0
+    for begin, end, huge in mappings:
+        whole = {p for p in touched if int(begin, 16) <= p * 2**21 and (p + 1) * 2**21 <= int(end, 16)}
+        assert int(huge) >= 2048 * len(whole)
+        total += len(whole)
+    assert total
 
 
 def test_machine_code_of_different_tiles_has_different_names():
