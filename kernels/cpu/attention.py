@@ -23,13 +23,16 @@ from ..sharing import shared_blocks, sharing_runs
 from .elementwise import exp, norm_row, turn
 from .jit import composed, elementwise, inline, own_storage, parallel, region, storage
 from .pages import new_memory
-from .simd import CACHE_LINE, LANES, fma, matmul_four, matmul_one, matmul_two, pairwise, pointer, prefetch, widen
+from .simd import CACHE_LINE, LANES, fma, matmul, pairwise, pointer, prefetch, widen
 
 BLOCK = 32
 QUERY_ROWS = 24  # rows (token, head of the group) that share a pass over the keys: a schedule
 _MASKED = float32(-3.0e38)  # finite: two of them differ by 0
 _ZERO, _ONE = float32(0.0), float32(1.0)
 block_max, block_sum = pairwise(BLOCK, "max"), pairwise(BLOCK, "sum")
+_SCORE_COLUMNS = LANES * min(4, BLOCK // LANES)  # of a product
+_add_scores = matmul(_SCORE_COLUMNS // LANES, fetch_part=2)  # half: the other keys are fetched during the softmax
+_add_four, _add_two, _add_one = matmul(4), matmul(2), matmul(1)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -38,20 +41,20 @@ def padded_dim(head_dim: int) -> int:
 
 
 @inline
-def _product(a, stride_a, b, like, size, columns, depth, c, rows, ahead):
+def _add_values(a, stride_a, b, like, size, columns, depth, c, rows, ahead):
     """Add a[:rows, :depth] @ b[:depth, :columns] to c[:rows], all by their addresses.
 
     like, size: an element of b, and its bytes. ahead: the address of what is read next, to fetch it meanwhile.
     """
     j = 0
     while columns - j >= 4 * LANES:
-        matmul_four(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        _add_four(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
         j, ahead = j + 4 * LANES, ahead + 4 * LANES * depth * size
     while columns - j >= 2 * LANES:
-        matmul_two(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        _add_two(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
         j, ahead = j + 2 * LANES, ahead + 2 * LANES * depth * size
     while columns - j >= LANES:
-        matmul_one(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
+        _add_one(a, stride_a, b + size * j, like, columns, depth, c + 4 * j, columns, rows, ahead)
         j, ahead = j + LANES, ahead + LANES * depth * size
 
 
@@ -98,6 +101,8 @@ def _attend_blocks(
     )  # fmt: skip
     scores = s[start : start + count].reshape(count * BLOCK)
     last = position + count // group - 1
+    key_bytes = size * dim * BLOCK
+    row_bytes = -(-key_bytes // (2 * count * CACHE_LINE)) * CACHE_LINE  # of the next keys, with a row's exponentials
     for block in range(first, end):
         base = block * BLOCK
         keys, values = at_k + strides[0] * table[block], at_v + strides[1] * table[block]
@@ -106,7 +111,9 @@ def _attend_blocks(
             next_keys, next_values = at_k + strides[0] * table[block + 1], at_v + strides[1] * table[block + 1]
         for j in range(count * BLOCK):
             scores[j] = _ZERO
-        _product(at_q, dim, keys, like, size, BLOCK, dim, at_s, count, next_keys)
+        for j in range(0, BLOCK, _SCORE_COLUMNS):
+            fetched = next_keys + size * dim * j // 2
+            _add_scores(at_q, dim, keys + size * j, like, BLOCK, dim, at_s + 4 * j, BLOCK, count, fetched)
         masked = base + BLOCK > position + 1 or (window > 0 and last - window + 1 > base)
         for j in range(count * BLOCK):  # by stages, so that rows overlap
             scores[j] *= float32(scale)
@@ -115,7 +122,11 @@ def _attend_blocks(
                 low, high = _keys_seen(position + (r - start) // group, base, window)
                 _mask(s, r, low, high, _MASKED)
             largest[r] = max(m[r], block_max(s.ctypes.data + 4 * BLOCK * r))
+        fetched = key_bytes // 2
         for r in range(start, start + count):
+            for line in range(fetched, min(fetched + row_bytes, key_bytes), CACHE_LINE):
+                prefetch(next_keys + line)
+            fetched += row_bytes
             top = largest[r]
             for j in range(BLOCK):
                 s[r, j] = exp(s[r, j] - top)
@@ -139,7 +150,7 @@ def _attend_blocks(
         for r in range(0, count, step):
             depth = min(BLOCK, position + (r + step) // group - base)
             if depth > 0:
-                _product(
+                _add_values(
                     at_s + 4 * BLOCK * r, BLOCK, values, like, size, width, depth, at_o + 4 * width * r, step,
                     next_values,
                 )  # fmt: skip

@@ -373,7 +373,7 @@ def _make_widen(vectors: int, stored: str):
     return widen_op
 
 
-def _row_tiles(vectors: int, stored: str, blocked: bool):
+def _row_tiles(vectors: int, stored: str, blocked: bool, fetch_part: int):
     """Make the product of any number of rows by `vectors * LANES` columns, with chains in blocks or whole ones.
 
     It takes as few passes as a tile's rows allow, of about equal heights.
@@ -386,8 +386,12 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
     tile, wide_tile = _make_tile(vectors, stored, blocked), _make_tile(vectors, "float32", blocked)
     widen = _make_widen(vectors, stored)
     halves, most = size == 2, _most_rows(vectors)
+    whole_step = -(-size * width // (fetch_part * -(-size * width // CACHE_LINE)))
 
     def product(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
+        if rows <= most and depth <= FEW_DEPTH:  # one tile, without the divisions below
+            tile(rows, a, stride_a, b, stride_b, depth, c, stride_c, ahead, whole_step, whole_step * depth)
+            return
         passes = -(-rows // most)
         block = FEW_DEPTH if passes <= FEW_PASSES else MANY_DEPTH
         fetching = min(passes, FEW_PASSES)
@@ -402,7 +406,7 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
                 for row in range(part):
                     widen(here + size * stride_b * row, scratch.ctypes.data + 4 * width * row)
                 here, stride = scratch.ctypes.data, width
-            step = -(-size * width // (fetching * lines))
+            step = -(-size * width // (fetch_part * fetching * lines))
             gap = step * fetching * part
             length = CHAIN if blocked else part
             tile_a, tile_c = a + 4 * k, c
@@ -423,13 +427,15 @@ def _row_tiles(vectors: int, stored: str, blocked: bool):
                 tile_c += 4 * height * stride_c
 
     product.__qualname__ = (
-        f"product_{vectors}_{stored}_{blocked}"  # numba names the machine code after it, cached code, too
+        f"product_{vectors}_{stored}_{blocked}_{fetch_part}"  # numba names the machine code after it, cached code, too
     )
     return product
 
 
-def _matmul(vectors: int, blocked: bool):
+def matmul(vectors: int, blocked: bool = False, fetch_part: int = 1):
     """Make the op `c[rows, vectors * LANES] += a[rows, depth] @ b[depth, ...]` for b of fp32, or of halves.
+
+    blocked: chains in blocks. fetch_part: it fetches an nth of as many bytes as b has.
 
     Arguments: a's address and row stride, b's address, an element of its dtype and its row stride, depth, c's address
     and row stride, rows, and the address of what will be read after b, to fetch it meanwhile. Addresses, since numba
@@ -437,16 +443,15 @@ def _matmul(vectors: int, blocked: bool):
     the overload.)
     """
 
-    def matmul(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
+    def product(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
         raise NotImplementedError("for compiled callers")
 
-    @overload(matmul, jit_options={"error_model": "numpy", "nogil": True})
+    @overload(product, jit_options={"error_model": "numpy", "nogil": True})
     def by_storage(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
-        return _row_tiles(vectors, _HALVES.get(like, "float32"), blocked)
+        return _row_tiles(vectors, _HALVES.get(like, "float32"), blocked, fetch_part)
 
-    return matmul
+    return product
 
 
-blocked_panel, blocked_one = _matmul(PANEL_VECTORS, True), _matmul(1, True)
-matmul_panel = _matmul(PANEL_VECTORS, False)
-matmul_four, matmul_two, matmul_one = _matmul(4, False), _matmul(2, False), _matmul(1, False)
+blocked_panel, blocked_one = matmul(PANEL_VECTORS, blocked=True), matmul(1, blocked=True)
+matmul_panel = matmul(PANEL_VECTORS)
