@@ -90,7 +90,7 @@ def test_packed_weights_lie_in_huge_pages_up_to_their_ends():
 
 def test_machine_code_of_different_tiles_has_different_names():
     """numba tells cached functions of one name and signature, compiled in different processes, apart by chance only."""
-    kinds = list(itertools.product((1, 2, 3), ("float32", "bfloat16", "float16"), (False, True)))
+    kinds = list(itertools.product((1, 2, 3), ("float32", "bfloat16", "float16"), (False, True), (1, 2)))
     assert len({simd._row_tiles(*kind).__qualname__ for kind in kinds}) == len(kinds)
 
 
