@@ -80,8 +80,8 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
         with tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step") as bar:
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
             bar.update()
-            # dequantised on loading: what is left says "quantised" and keeps save_pretrained from writing
-            del model.config.quantization_config
+            # dequantised on loading: where this is left, it says "quantised" and keeps save_pretrained from writing
+            vars(model.config).pop("quantization_config", None)
             model.hf_quantizer = None  # type: ignore[assignment]
             model.save_pretrained(folder)
             bar.update()

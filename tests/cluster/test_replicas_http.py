@@ -39,7 +39,7 @@ def test_a_server_of_replicas_hides_the_death_of_one(paths, expected, ray_cluste
 
 def test_a_request_does_not_wait_for_news_of_busy_replicas(paths, expected, ray_cluster, monkeypatch):
     """One replica is long in a step, nobody else has work: the engine's thread waits for its report."""
-    monkeypatch.setattr("samebits.cluster.replicated_engine.POLL", 60.0)
+    monkeypatch.setattr("samebits.cluster.replicated_engine.POLL", 25.0)
     long = dataclasses.replace(PARAMS, max_tokens=400)
     with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server, Client(server.url) as client:
         processes = {replica.client: faults.process_of(replica) for replica in server.llm.engine.replicas}
