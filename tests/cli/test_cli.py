@@ -233,6 +233,7 @@ def test_rollout_diagnose_and_calibrate_end_to_end(checkpoint, tmp_path):
     assert "prompts.jsonl:1: no token_ids" in bad.stderr.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_mismatch_example_reports_a_real_mismatch_and_an_exact_null(smollm2, tmp_path):
     args = ("--model", smollm2, "--prompts", 2, "-n", 2, "--max-tokens", 4, "--out", tmp_path)
     done = run(ROOT / "examples" / "mismatch.py", *args)

@@ -160,7 +160,7 @@ def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expect
     assert bits(generate(pair)) == expected[0]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_stage_is_an_actor_in_its_replicas_placement_group(paths, ray_cluster, stages):
     with LLM(paths[0], replicas=2, pipeline_parallel_size=stages, **SMALL) as llm:
         actors = [actor for one in llm.engine.replicas for actor in one.client.actors]

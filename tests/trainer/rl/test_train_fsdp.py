@@ -136,7 +136,10 @@ def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, 
     [
         {"minibatches": 2, "kl_coef": 0.1, "sleep": True},
         pytest.param({"dtype": "float16", "minibatches": 2}, marks=pytest.mark.slow),
-        {"dtype": "bfloat16", "filter_uniform": True, "activation_checkpointing": True, "kl_coef": 0.1, "kl": "k1"},
+        pytest.param(
+            {"dtype": "bfloat16", "filter_uniform": True, "activation_checkpointing": True, "kl_coef": 0.1, "kl": "k1"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(  # one sequence a pack
             {"groups_per_step": 1, "group_size": 2, "minibatches": 2, "max_tokens_per_pack": 4096},
             marks=pytest.mark.slow,
