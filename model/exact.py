@@ -301,8 +301,8 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
         own = dtypes.get(name)  # None: something wraps its module that is not known
         if own != theirs:
             raise NumericsError(
-                f"{name} is {own} as FSDP2 has it, and {theirs} in an engine of {dtype}: give both float32"
-                f"{', or wrap the model with samebits.trainer.shard' if own == dtype else ''}"
+                f"{name} is {own} as FSDP2 has it, and {theirs} in an engine of {dtype}: give both float32, or wrap "
+                "the model with samebits.trainer.shard"
             )
     return contract
 

@@ -21,7 +21,8 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group.
 
     What transformers keeps in fp32 in an engine of 16 bits (some families' routers) gets a group of its own that isn't
-    cast. A layer's inputs aren't cast either, whatever the `mp_policy` says: an engine's layers get them as they are.
+    cast. Stored buffers, which FSDP2 casts never (MiniMax-M2's router bias), are rounded here to an engine's dtype. A
+    layer's inputs aren't cast, whatever the `mp_policy` says: an engine's layers get them as they are.
     """
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
@@ -29,6 +30,8 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     policy = replace(kwargs.get("mp_policy", MixedPrecisionPolicy()), cast_forward_inputs=False)
     dtype = policy.param_dtype or model.dtype
     loaded = engine_dtypes(model.config, dtype)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.to(loaded.get(own_name(name), buffer.dtype))
     done: set[str] = set()
     for prefix, module in model.named_modules():
         own = {own_name(name) for name, _ in module.named_parameters(prefix)} - done
