@@ -23,7 +23,8 @@ from helpers.schedules import (
     two_versions,
 )
 
-CASES = [3, pytest.param(24, marks=pytest.mark.slow)]  # and more, if these preempt no sequence or share nothing
+slow = pytest.mark.slow
+CASES = [3, pytest.param(24, marks=slow)]  # and more, if these preempt no sequence or share nothing
 
 
 def check_schedules(path, dtype, models, name, cases, first=0, settings=lambda rng: {}, together=(2,)) -> None:
@@ -59,9 +60,13 @@ def together(monkeypatch):
     return found
 
 
-OFTEN = ["llama", "qwen3", "qwen3_moe"]  # in three stages, and the first two in fp16, by `make test`, too
+OFTEN = ["llama", "qwen3", "qwen3_moe"]  # in fp32 and in stages by `make test`, too, and in bf16, as all families are
 KINDS = [
-    pytest.param(family, dtype, marks=[pytest.mark.slow] if dtype == "float16" and family not in OFTEN[:2] else [])
+    pytest.param(
+        family,
+        dtype,
+        marks=[] if dtype == "bfloat16" or (family in OFTEN if dtype == "float32" else family == "llama") else slow,
+    )
     for family in [*CONFIGS, "qwen3_moe"]
     for dtype in ("float32", "bfloat16", "float16")
 ]
@@ -75,10 +80,10 @@ def test_no_schedule_changes_a_bit(checkpoint, together, family, dtype, cases):
 
 
 FAST = {"qwen3_moe", "glm4_moe", "granite", "gemma3_text", "smollm3"}
-OTHERS = [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in CONFIGS]
+OTHERS = [f if f in FAST else pytest.param(f, marks=slow) for f in FAMILIES if f not in CONFIGS]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=slow)])
 @pytest.mark.parametrize("family", OTHERS)
 def test_no_schedule_changes_a_bit_of_another_family(checkpoint, family, dtype):
     """In one stage, and in bfloat16 in two; against the trainer, packed."""
@@ -92,38 +97,48 @@ def test_no_schedule_changes_a_bit_of_another_family(checkpoint, family, dtype):
     check_against_trainer(model, requests, results)
 
 
+def check_random_mixture(folder, case, **layout) -> None:
+    """Draw a mixture's sizes and a schedule; compare log-probs and experts with the trainer's.
+
+    Each family in two dtypes and two splits into stages, which the case chooses."""
+    rng = random.Random(f"mixture-{case}")
+    family = MIXTURES[case % len(MIXTURES)]
+    path = make_family(folder / "model", family, case, **random_sizes(rng, family))
+    dtype = ["float32", "bfloat16", "float16"][(case + case // len(MIXTURES)) % 3]
+    split = [(3,), (2, 1), (1, 1, 1)][(case // 2 + case // len(MIXTURES)) % 3]
+    if len(split) > 1:
+        layout |= {"pipeline_parallel_size": len(split), "stage_layers": split, "batches_in_flight": 3}
+    model = exact_model(path, dtype)
+    requests = [(prompt, replace(p, routed_experts=True)) for prompt, p in random_requests(rng, 1001, 8, 45)]
+    results, _ = run_schedule(path, dtype, rng, requests, [model], **layout)
+    check_against_trainer(model, requests, results)
+    for output in results:
+        assert_trainers_experts(model, output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", range(12))
 def test_no_schedule_changes_a_bit_of_a_mixture_of_random_sizes(tmp_path, case, threads):
-    """Each family in two dtypes and two splits into stages, which the case chooses."""
-    rng = random.Random(f"mixture-{case}")
-    family = MIXTURES[case % len(MIXTURES)]
-    path = make_family(tmp_path / "model", family, case, **random_sizes(rng, family))
-    dtype = ["float32", "bfloat16", "float16"][(case + case // len(MIXTURES)) % 3]
-    split = [(3,), (2, 1), (1, 1, 1)][(case // 2 + case // len(MIXTURES)) % 3]
-    layout = {"pipeline_parallel_size": len(split), "stage_layers": split, "backend": "inproc", "batches_in_flight": 3}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = exact_model(path, dtype)
-        requests = [(prompt, replace(p, routed_experts=True)) for prompt, p in random_requests(rng, 1001, 8, 45)]
-        results, _ = run_schedule(path, dtype, rng, requests, [model], **(layout if len(split) > 1 else {}))
-        check_against_trainer(model, requests, results)
-        for output in results:
-            assert_trainers_experts(model, output)
+        check_random_mixture(tmp_path, case, backend="inproc")
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(12))
+def test_no_process_changes_a_bit_of_a_mixture_of_random_sizes(tmp_path, case, ray_cluster):
+    """Two replicas of one to three stages each."""
+    check_random_mixture(tmp_path, case, replicas=2)
 
 
 @pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize(
     ("family", "stages"),
-    [
-        pytest.param(family, stages, marks=[pytest.mark.slow] if stages == 3 and family not in OFTEN else [])
-        for family in CONFIGS
-        for stages in (2, 3)
-    ],
+    [pytest.param(family, stages, marks=[] if family in OFTEN else slow) for family in CONFIGS for stages in (2, 3)],
 )
 def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
     """Stages of one process, several batches under way: the schedules of a pipeline without its processes."""
@@ -141,11 +156,11 @@ def test_no_pipeline_changes_a_bit(checkpoint, family, stages, cases):
     ("family", "dtype", "stages"),
     [
         ("qwen2", "float32", 1),
-        ("qwen2", "bfloat16", 2),
-        pytest.param("qwen2", "bfloat16", 1, marks=pytest.mark.slow),
-        pytest.param("qwen2", "float32", 2, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "float32", 1, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("qwen2", "bfloat16", 1, marks=slow),
+        pytest.param("qwen2", "bfloat16", 2, marks=slow),
+        pytest.param("qwen2", "float32", 2, marks=slow),
+        pytest.param("qwen2_moe", "float32", 1, marks=slow),
+        pytest.param("qwen2_moe", "bfloat16", 2, marks=slow),
     ],
 )
 def test_no_schedule_changes_a_bit_of_an_adapter(checkpoint, family, dtype, stages, cases):
@@ -194,10 +209,10 @@ def test_no_process_changes_a_bit_of_an_adapter(checkpoint, ray_cluster):
     check_schedules(path, "float32", models, "processes-adapter", 1, 1, lambda rng: layout)
 
 
-@pytest.mark.parametrize("cases", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [1, pytest.param(8, marks=slow)])
 def test_no_process_changes_a_bit(checkpoint, cases, ray_cluster):
-    """Replicas, and 3 stages; in the longer run 2 stages, too."""
-    for layout, dtype, first in PROCESSES if cases > 1 else PROCESSES[::2]:
+    """Three stages; in the longer run replicas, and two stages."""
+    for layout, dtype, first in PROCESSES if cases > 1 else PROCESSES[2:]:
         path, models = two_versions(checkpoint, "qwen3", dtype, num_hidden_layers=3)
         name = f"processes-{layout.get('pipeline_parallel_size', 1)}"
         check_schedules(path, dtype, models, name, cases, first, lambda rng, layout=layout: layout)

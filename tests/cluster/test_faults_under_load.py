@@ -70,29 +70,3 @@ def test_every_reply_under_faults_is_an_engines(paths, ray_cluster, layout, faul
         server.idle()
     assert len(replies) > 18
     check(paths[0], replies)
-
-
-def test_a_server_without_a_replica_that_lives_says_so_in_its_health_and_its_metrics(paths, ray_cluster, monkeypatch):
-    """Before any of them has served a request, too."""
-    with Serving(paths[0], llm={"replicas": 2, **SMALL}) as server:
-        waits = threading.Event()
-        start = type(server.llm.engine)._start
-
-        def held(engine, one):
-            waits.wait(60)
-            return start(engine, one)
-
-        monkeypatch.setattr(type(server.llm.engine), "_start", held)
-        assert server.get("/health") == {"status": "ok"}
-        for replica in server.llm.engine.replicas:
-            faults.kill(replica)
-        wait_for(lambda: not server.llm.engine.serving)
-        assert server.http.get("/health").status_code == 503 and "no replica" in server.http.get("/health").text
-        assert server.get("/liveness") == {"status": "ok"}
-        assert server.http.get("/metrics").status_code == 200
-        for route in ("/v1/loads", "/get_load", "/server_info"):
-            server.get(route)
-        waits.set()
-        wait_for(lambda: len(server.llm.engine.serving) == 2, 90)
-        assert server.get("/health") == {"status": "ok"}
-        server.ok("/inference/v1/generate", {"token_ids": [3], "sampling_params": {"max_tokens": 1}})

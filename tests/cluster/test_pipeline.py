@@ -25,7 +25,7 @@ def stages(paths, ray_cluster):
         yield llm
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_dead_stage_costs_no_request(stages, paths, expected, stage):
     stages.update_weights(paths[0])
     outputs = run_and(stages, lambda: faults.kill(stages.engine.replicas[0].client.actors[stage]))
@@ -45,7 +45,7 @@ def test_a_stage_that_dies_at_the_commit_comes_back_with_the_new_weights(stages,
     assert {c.weight_version for o in outputs for c in o.completions} == {before + 1}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_in_a_stage_costs_no_request(stages, paths, expected, stage):
     """The other stage has the plan: it must not meet the next step's hidden states."""
 
@@ -101,7 +101,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["replicas", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicas", "pipeline_parallel_size"])
 def test_a_network_that_drops_packets_costs_no_request(paths, kind, tmp_path):
     """Those of a replica, or of a stage, from one moment on; in a network namespace of its own."""
     if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:

@@ -123,6 +123,7 @@ time.sleep(100)
         assert not alive
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies_in_idleness_ends_its_replica(paths, expected, ray_cluster):
     """Or every update would fail for ever."""
     llm = LLM(paths[0], pipeline_parallel_size=2, replicas=2, **SMALL)
@@ -160,7 +161,8 @@ def test_a_sleep_that_finds_a_dead_replica_puts_all_to_sleep(pair, paths, expect
     assert bits(generate(pair)) == expected[0]
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_each_stage_is_an_actor_in_its_replicas_placement_group(paths, ray_cluster, stages):
     with LLM(paths[0], replicas=2, pipeline_parallel_size=stages, **SMALL) as llm:
         actors = [actor for one in llm.engine.replicas for actor in one.client.actors]

@@ -73,7 +73,10 @@ def test_a_bad_update_changes_no_replica(pair, paths, expected, how):
     assert bits(generate(pair)) == expected[1]
 
 
-@pytest.mark.parametrize("verb", ["begin_update", "load_bucket", "prepare_update"])
+@pytest.mark.parametrize(
+    "verb",
+    [*(pytest.param(verb, marks=pytest.mark.slow) for verb in ("begin_update", "load_bucket")), "prepare_update"],
+)
 def test_a_replica_that_dies_before_the_commit_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
     version = pair.update_weights(exact_model(paths[0]))
     monkeypatch.setattr(pair.engine.workers, "timeout", 5.0)
@@ -117,7 +120,7 @@ def send(llm, model, timeout: float = 5.0) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize("verb", ["join_weight_group", "receive_tensors"])
+@pytest.mark.parametrize("verb", [pytest.param("join_weight_group", marks=pytest.mark.slow), "receive_tensors"])
 def test_a_replica_that_dies_in_a_weight_group_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
     version = pair.update_weights(paths[0])
     assert send(pair, exact_model(paths[1])) == version + 1
@@ -148,7 +151,7 @@ def test_two_open_updates_are_both_good_and_hold_new_replicas_back(pair, paths, 
     assert pair.weight_version == version + 1 and bits(generate(pair)) == expected[1]
 
 
-@pytest.mark.parametrize("how", ["dies", "fails"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("fails", marks=pytest.mark.slow)])
 def test_a_replica_lost_at_the_commit_comes_back_with_the_new_version(pair, paths, expected, how, monkeypatch):
     before = pair.update_weights(paths[0])
     victim = pair.engine.replicas[0]
@@ -183,7 +186,7 @@ def test_a_replica_that_fails_before_the_commit_takes_the_update_with_it(pair, p
     assert pair.update_weights(exact_model(paths[1])) == version + 1 and bits(generate(pair)) == expected[1]
 
 
-@pytest.mark.parametrize("source", ["directory", "module"])
+@pytest.mark.parametrize("source", [pytest.param("directory", marks=pytest.mark.slow), "module"])
 def test_a_replica_that_comes_back_while_all_sleep_wakes_up_with_the_version_in_force(pair, paths, expected, source):
     new = paths[1] if source == "directory" else exact_model(paths[1])
     pair.update_weights(new)

@@ -107,7 +107,11 @@ def truth(toy, count=60_000):
 
 
 @pytest.mark.parametrize(
-    ("spread", "expected"), [(0.02, {"none"}), (0.5, {"token_tis@2", "sequence_tis@3", "sequence_tis@1.2"})]
+    ("spread", "expected"),
+    [
+        pytest.param(0.02, {"none"}, marks=pytest.mark.slow),
+        (0.5, {"token_tis@2", "sequence_tis@3", "sequence_tis@1.2"}),
+    ],
 )
 def test_calibration_recommends_what_the_exact_computation_says(spread, expected):
     """In a clean and in a heavy-tailed regime."""

@@ -90,6 +90,7 @@ def test_no_schedule_changes_a_bit_of_structured_outputs(path, tokenizer, dtype,
     assert structured and ended and preemptions and hits, "the schedules exercised nothing"
 
 
+@pytest.mark.slow
 def test_replicas_give_the_same_structured_outputs(path, tokenizer, ray_cluster):
     model = exact_model(path)
     requests = list(structured_requests(random.Random(7), 8))

@@ -12,6 +12,7 @@ from samebits.kernels import ops
 from samebits.kernels.exact_mode import ExactMode, Routing, UnsupportedOpError
 
 from helpers.experts import EPS, FREE, ROWS, UNARY
+from helpers.models import DTYPES
 
 WIDTHS = (1, 7, 16, 100, 128)
 
@@ -21,7 +22,7 @@ def exact(function, *args):
         return function(*args)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*UNARY, *ROWS, *FREE])
 def test_a_row_is_the_same_bits_at_every_place_of_every_batch(name, dtype):
     function = (UNARY | ROWS | FREE)[name]
@@ -170,7 +171,7 @@ class Router(nn.Module):
             return logits, values.to(logits.dtype), ids
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_router_s_logits_are_not_rounded_and_its_ids_ascend(dtype):
     router, x = Router().to(dtype), torch.randn(50, 24).to(dtype)
     logits, weights, ids = router(x)

@@ -8,6 +8,7 @@ import torch
 from samebits.kernels import cpu, ops
 
 from helpers.experts import EPS, check_by_fp64_twice, layer, packed
+from helpers.models import DTYPES
 
 SIZES = [(1, 40, 24, 7, 3), (37, 64, 72, 5, 5), (130, 50, 33, 13, 2), (512, 49, 20, 31, 8)]  # T, H, I, E, k
 
@@ -44,7 +45,7 @@ def by_linear(x, gate_up, down, ids, weights, activation="silu"):
     return total.to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_packed_and_plain_experts_have_the_bits_of_linear_per_expert(size, dtype, threads):
     x, gate_up, down, ids, weights = layer(*size, dtype)
@@ -71,7 +72,7 @@ def test_skewed_choices_have_the_bits_of_linear_per_expert(kind, threads):
     assert torch.equal(ops.experts(x, *packed(gate_up, down), ids, weights, "silu"), expected)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_bits_in_every_batch(dtype, threads):
     x, gate_up, down, ids, weights = layer(70, 64, 72, 11, 3, dtype)
     weight = packed(gate_up, down)
@@ -103,7 +104,7 @@ def test_packed_weights_can_take_the_memory_of_others():
     assert torch.equal(second.panels, ops.PackedExperts.pack(other).panels)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_values_and_gradients_are_those_of_fp64_and_repeat(size, dtype, threads):
     check_by_fp64_twice(size, dtype)

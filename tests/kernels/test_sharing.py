@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from samebits.kernels import cpu, ops
 from samebits.kernels.sharing import shared_blocks, sharing_runs
 
+from helpers.models import DTYPES
+
 BLOCK = cpu.BLOCK
 
 
@@ -108,7 +110,7 @@ FAMILIES = st.lists(
 )
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=40, deadline=None)
 @given(
     families=FAMILIES, shape=st.sampled_from([(3, 3, 64), (1, 5, 20), (2, 1, 16)]), window=st.sampled_from([0, 0, 40])
@@ -122,7 +124,7 @@ def test_reading_once_what_neighbours_share_changes_no_bit(dtype, families, shap
 
 
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("dtype", ops.DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_that_is_not_finite_reaches_only_rows_that_see_it(dtype, window):
     """As that of a wrong draft may be, of a token that the sequence never has."""
     step = Step([(0, [(70, 20)])], dtype, 2, 3, 64, 0)

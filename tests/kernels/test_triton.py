@@ -914,6 +914,7 @@ def test_no_schedule_changes_a_bit(checkpoint, family, dtype):
     assert prompts == {False, True} or shape, "decoding, and prompts too; a small tile of `shape` has one token"
 
 
+@pytest.mark.slow
 def test_graphs_of_many_prompt_tokens_have_the_trainers_bits(checkpoint, monkeypatch):
     """A prompt's step, with and without samples that decode beside it; more prompts than a graph has room for."""
     path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
@@ -929,6 +930,7 @@ def test_graphs_of_many_prompt_tokens_have_the_trainers_bits(checkpoint, monkeyp
     assert graphs.run(prompt, torch.zeros(12, dtype=torch.long)) is None, "more tiles than there is room for"
 
 
+@pytest.mark.slow
 def test_negative_control_a_graph_without_a_prompts_tile_is_noticed(checkpoint, monkeypatch):
     path = checkpoint("llama", vocab_size=257, num_hidden_layers=1)
     model = exact_model(path)
@@ -963,6 +965,7 @@ def test_no_draft_changes_a_bit_in_graphs(checkpoint, drafter, rows_cost_nothing
     assert any(kind.most > 1 for kind in llm.engine.executor.workers[0].runner.graphs._graphs)
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, rows_cost_nothing):
     """Its sequence never has it, and may not be failed for it."""
     path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
@@ -975,6 +978,7 @@ def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, r
     assert llm.stats().draft_tokens and found[0].completions == expected[0].completions
 
 
+@pytest.mark.slow
 def test_experts_noted_in_graphs_are_the_trainers(tmp_path):
     """Of a prompt's step and of those that decode, in graphs that have room for a token more."""
     path = save_tiny_moe(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)

@@ -24,6 +24,7 @@ from helpers.schedules import check_results, random_requests, run_schedule
 # numpy's, about NaN in lanes that a mask drops
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 experts = sys.modules["samebits.kernels.triton.experts"]
+TILES = [*itertools.product((16, 32, 64), (16, 64, 128))]
 SIZES = [
     (1, 40, 24, 7, 3),
     (37, 64, 72, 5, 5),
@@ -61,12 +62,15 @@ def test_experts_have_the_bits_of_linear_per_expert(size, dtype):
     assert torch.equal(again, expected)
 
 
-def test_no_tile_changes_a_bit_and_neither_does_the_batch(monkeypatch):
+@pytest.mark.parametrize(
+    "tiles", [[(16, 128), (32, 16), (64, 64)], pytest.param(TILES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_no_tile_changes_a_bit_and_neither_does_the_batch(monkeypatch, tiles):
     x, gate_up, down, ids, weights = layer(45, 200, 140, 11, 3)
     ids[:20, 0] = ids[:20].min(-1).values  # some experts with many rows
     ids = torch.stack([torch.tensor(random.Random(t).sample(range(0 if t > 20 else 8, 11), 3)) for t in range(45)])
     whole = ops.experts(x, gate_up, down, ids, weights, "silu")
-    for m, n in itertools.product((16, 32, 64), (16, 64, 128)):
+    for m, n in tiles:
         monkeypatch.setattr(experts, "experts_tile", lambda *_, m=m, n=n: Tile(m, n, 2, 4, False))
         assert torch.equal(ops.experts(x, gate_up, down, ids, weights, "silu"), whole), (m, n)
     for first, count in ((0, 1), (19, 3), (30, 15), (44, 0)):
