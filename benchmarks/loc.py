@@ -21,7 +21,7 @@ BUDGETS = {  # with slack: what a package may grow to before it has to be though
     "integrations/trl.py + integrations/verl": 705,
     "agents": 205,
     "server": 2000,
-    "cli": 1690,
+    "cli": 1700,
     "kernels": None,
     "kernels/triton": None,
 }

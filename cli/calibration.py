@@ -26,6 +26,11 @@ from .mismatch import packed, scored
 from .provenance import pair_of
 from .scores import token_scores
 
+_REPLAY = (
+    "The rollouts carry experts. Replay of these (R3) changes the trainer's log-probs, not a token's weight, so it is "
+    "no candidate here; `samebits diagnose --model` shows what it would remove."
+)
+
 
 @dataclass
 class Calibrated:
@@ -67,6 +72,8 @@ def calibrate_files(
     if len({side[0].group is None for side in sides}) > 1:
         raise RolloutFormatError(f"{path}, {reference}: one of them has groups; expected them in both or in neither")
     sides, dropped = origin.shared_groups(*sides)
+    if any(rollout.routed_experts is not None for rollout in sides[0]):
+        warnings.append(_REPLAY)
     if dropped:
         warnings.append(f"{dropped} groups are in one of the two files only, and are left out.")
     facts: dict[str, Any] = {

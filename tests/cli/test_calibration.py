@@ -233,6 +233,15 @@ def test_copies_are_left_out_and_counted(files, tmp_path):
     assert provenance.in_order(read_rollouts(path))[1] == 0
 
 
+def test_rollouts_with_experts_are_told_where_replay_is_measured(files, plain, tmp_path):
+    def route(_, record):
+        record["routed_experts"] = [[[0, 1]]] * (len(record["prompt_token_ids"]) + len(record["token_ids"]) - 1)
+
+    found = calibrated(files, changed(files[1], tmp_path / "routed.jsonl", route))
+    assert "`samebits diagnose --model`" in found.warnings[0] and not plain.warnings
+    assert found.result.verdict == plain.result.verdict
+
+
 def test_groups_in_one_file_only_are_left_out_and_counted(files, tmp_path):
     fewer = changed(files[2], tmp_path / "fewer.jsonl", lambda n, r: r["group"] == "1" and r.clear())
     found = calibrated(files, exact=fewer)
