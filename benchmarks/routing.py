@@ -1,7 +1,7 @@
 """What rollout routing replay would remove, for exact rollouts and for other engines', on random mixtures.
 
 usage: python benchmarks/routing.py [--model small heavy mixture] [--prompts 24] [--tokens 64] [--peers hf vllm]
-           [--json FILE] [--keep FOLDER]
+           [--dtype float32 bfloat16] [--json FILE] [--keep FOLDER]
 
 hf: transformers' `generate`, batched. vllm: its CPU build, by the interpreter that VLLM_PYTHON names.
 """

@@ -21,8 +21,9 @@ def shard(model: PreTrainedModel, **kwargs) -> PreTrainedModel:
     """`fully_shard` (FSDP2) on each decoder layer and on the root; keywords go to every call. Needs a process group.
 
     What transformers keeps in fp32 in an engine of 16 bits (some families' routers) gets a group of its own that isn't
-    cast. Stored buffers, which FSDP2 casts never (MiniMax-M2's router bias), are rounded here to an engine's dtype. A
-    layer's inputs aren't cast, whatever the `mp_policy` says: an engine's layers get them as they are.
+    cast. A stored buffer that an engine has in 16 bits (the bias of MiniMax-M2's routers) is rounded for good, as FSDP2
+    casts parameters alone: saved weights have it rounded. A layer's inputs aren't cast, whatever the `mp_policy` says:
+    an engine's layers get them as they are.
     """
     if dist.get_world_size() > 1:
         atexit.unregister(_let_go)
