@@ -60,7 +60,7 @@ def together(monkeypatch):
     return found
 
 
-OFTEN = ["llama", "qwen3", "qwen3_moe"]  # in fp32 and in stages by `make test`, too, and in bf16, as all families are
+OFTEN = ["llama", "qwen3", "qwen3_moe"]  # by `make test` in fp32 and in stages, too; the others in bf16 alone
 KINDS = [
     pytest.param(
         family,
@@ -100,7 +100,8 @@ def test_no_schedule_changes_a_bit_of_another_family(checkpoint, family, dtype):
 def check_random_mixture(folder, case, **layout) -> None:
     """Draw a mixture's sizes and a schedule; compare log-probs and experts with the trainer's.
 
-    Each family in two dtypes and two splits into stages, which the case chooses."""
+    The cases have each family in two dtypes and two splits into stages.
+    """
     rng = random.Random(f"mixture-{case}")
     family = MIXTURES[case % len(MIXTURES)]
     path = make_family(folder / "model", family, case, **random_sizes(rng, family))

@@ -25,7 +25,7 @@ from samebits.trainer.rl import TrainConfig
 
 from helpers.commands import samebits
 from helpers.families import family_config
-from helpers.serving import add_tokenizer, free_port
+from helpers.serving import add_tokenizer, free_port, served_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -251,7 +251,6 @@ def test_readme_example_is_the_quickstart():
     assert body in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_quickstart_runs(smollm2):
     done = run(ROOT / "examples" / "quickstart.py")
     assert done.returncode == 0, done.stderr
@@ -259,8 +258,14 @@ def test_the_quickstart_runs(smollm2):
     assert "weight version 1" in done.stdout
 
 
-def test_demo_ends_in_equality_and_shows_the_mismatch_without(smollm2):
-    done = run(ROOT / "examples" / "demo.py", "--model", smollm2, "--max-tokens", 6, "-n", 1)
+@pytest.mark.parametrize("name", ["llama", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_demo_ends_in_equality_and_shows_the_mismatch_without(checkpoint, request, tmp_path, name):
+    if name == "smollm2":
+        path = request.getfixturevalue(name)
+    else:
+        sizes = {"hidden_size": 320, "intermediate_size": 768, "num_attention_heads": 16}
+        path = served_checkpoint(checkpoint(name, **sizes), tmp_path / "model")
+    done = run(ROOT / "examples" / "demo.py", "--model", path, "--max-tokens", 6, "-n", 1)
     assert done.returncode == 0, done.stderr
     exact, off = (line for line in done.stdout.splitlines() if line.startswith("max |rollout"))
     assert "= 0 over" in exact

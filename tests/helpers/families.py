@@ -110,7 +110,8 @@ MIXTURES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe
 
 
 def random_sizes(rng: random.Random, family: str) -> dict[str, Any]:
-    """Draw sizes of one of MIXTURES: primes, one expert or all of them for each token, dense layers, groups."""
+    """Draw sizes of one of MIXTURES: primes, one expert or all of them for each token, dense layers, groups, windows,
+    biases, shared experts."""
     grouped = family == "glm4_moe"
     experts = rng.choice([6, 14, 64] if grouped else [2, 3, 7, 13, 31, 64])
     allowed = min(8, experts // 2 if grouped else experts)
@@ -127,10 +128,15 @@ def random_sizes(rng: random.Random, family: str) -> dict[str, Any]:
         sizes |= {"hidden_size": rng.choice([36, 44, 51, 72]), "norm_topk_prob": rng.random() < 0.5}
     if family == "qwen3_moe":
         sizes |= {"mlp_only_layers": rng.choice([[], [0], [0, 2]]), "decoder_sparse_step": 1}
+        sizes["attention_bias"] = rng.random() < 0.5
     elif family == "qwen2_moe":
         sizes |= {"decoder_sparse_step": rng.choice([1, 2]), "norm_topk_prob": rng.random() < 0.5}
+        sizes["shared_expert_intermediate_size"] = rng.choice([4, 28, 51])
+    elif family == "mixtral":
+        sizes["sliding_window"] = rng.choice([None, 5, 40])
     elif grouped:
         sizes |= {"n_group": rng.choice([1, 2]), "first_k_dense_replace": rng.choice([0, 1, 2])}
+        sizes |= {"n_shared_experts": rng.choice([1, 2, 3]), "attention_bias": rng.random() < 0.5}
     return sizes
 
 

@@ -11,8 +11,10 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.integrations import Client, RemoteEngine
 from samebits.integrations.rollouts import read_rollouts
+from samebits.trainer import exact_model
 
 from helpers.moe import save_tiny_moe, stored
+from helpers.schedules import tight_pool
 from helpers.serving import Serving, add_tokenizer
 
 PROMPT = [17, 90, 3, 44, 7]
@@ -99,6 +101,24 @@ def test_vllms_form(server, expected, route):
     asked = server.ok(route, body_of(route, routed_experts=True))["choices"]
     assert np.array_equal(from_npy(asked[1]["routed_experts"]), expected[1])
     assert all(c.get("routed_experts") is None for c in server.ok(route, body_of(route))["choices"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"replicas": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_replicas_stages_and_preemptions_change_none(server, ray_cluster, layout):
+    """In a pool for little more than one sample of the largest size."""
+    params = [SamplingParams(n=2, max_tokens=90, seed=i, ignore_eos=True, routed_experts=True) for i in range(6)]
+    prompts = [[i, *PROMPT] for i in range(6)]
+    local = LLM(server.llm.path, kv_cache_memory_bytes=1 << 20).generate(prompts, params, use_tqdm=False)
+    pool = tight_pool(exact_model(server.llm.path), [*zip(prompts, params, strict=True)], 1)
+    pool //= layout.get("pipeline_parallel_size", 1)
+    with Serving(server.llm.path, llm={**layout, "kv_cache_memory_bytes": pool}) as many, Client(many.url) as client:
+        found = client.generate(prompts, params)
+        assert many.llm.stats().preemptions
+    for one, two in zip(found, local, strict=True):
+        for ours, theirs in zip(one.completions, two.completions, strict=True):
+            assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
+            assert np.array_equal(ours.routed_experts, theirs.routed_experts)
 
 
 def sglang_body(**more):
