@@ -61,7 +61,7 @@ class WeightStore:
             shift_layer(name, first_layer): piece._replace(tensor=shift_layer(piece.tensor, first_layer))
             for name, piece in stored_pieces(model).items()
         }
-        ignored = r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())  # as transformers does
+        ignored = r"rotary_emb\.inv_freq", *sorted(model._keys_to_ignore_on_load_unexpected or ())  # transformers' set
         self.table = WeightTable({name: tuple(p.shape) for name, p in state.items()}, tied, adapter, pieces, ignored)
         for name, module in modules.items():
             low_rank = getattr(module, "low_rank", None)
