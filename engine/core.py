@@ -230,6 +230,8 @@ class EngineCore(WorkerEngine):
         if row.target >= 0:
             request.prompt_scores.append(token)
             return
+        if self.expert_reader.lacks_rows(sample):  # it is sampled again, the same, when all before it is recomputed
+            return
         sample.append(token, self.weight_version, row.stale_kv)
         self._generation_tokens += 1
         try:

@@ -26,6 +26,13 @@ class ExpertReader:
         self.block_size = block_size
         self._ended: list[EndedSample] = []
 
+    def lacks_rows(self, sample: Sample) -> bool:
+        """Return True if a sample wants its experts, and lost them as it was preempted with a token under way."""
+        if not sample.request.params.routed_experts or sample.block_table:
+            return False
+        owner = _owner(sample, len(sample.token_ids))
+        return owner.finish_reason is None and owner.num_cached_tokens < len(sample.token_ids)
+
     def note_end(self, sample: Sample) -> None:
         """Note where the experts of a sample's tokens are: call it before the sample loses its blocks."""
         params = sample.request.params
@@ -33,8 +40,7 @@ class ExpertReader:
             return
         start = params.routed_experts_prompt_start
         end = len(sample.token_ids) - 1  # nothing follows the last token
-        # A sibling's first token comes of the first sample's KV: it has no copy of that yet.
-        owner = sample if end > sample.num_prompt_tokens else sample.request.samples[0]
+        owner = _owner(sample, end)
         positions = np.arange(start, max(start, min(end, owner.num_cached_tokens)))
         blocks = np.array(owner.block_table, np.int64)[positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
@@ -59,3 +65,8 @@ class ExpertReader:
                 sample.routed_experts = np.full((wanted, *rows.shape[1:]), -1, np.int32)
                 sample.routed_experts[: len(rows)] = rows
         self._ended = []
+
+
+def _owner(sample: Sample, end: int) -> Sample:
+    """Return the sample whose blocks hold the first `end` tokens: a sibling's first token comes of the first one's."""
+    return sample if end > sample.num_prompt_tokens else sample.request.samples[0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from samebits import LLM, SamplingParams
+from samebits.engine.expert_reader import ExpertReader
 from samebits.engine.sampling_params import RequestOutputKind
 from samebits.trainer import exact_model
 
@@ -104,6 +105,35 @@ def test_they_survive_preemption_and_prefix_hits(models):
         assert_trainers_experts(model, output)
     stats = llm.stats()
     assert stats.preemptions and stats.prefix_hit_tokens, "the schedule proves nothing"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_last_token_that_was_under_way_at_a_preemption_is_sampled_again(models, monkeypatch, n):
+    """All samples end within a few steps, in a pool that holds few of them."""
+    path, model = models("qwen3_moe")
+    dropped = []
+    lacks = ExpertReader.lacks_rows
+
+    def spy(reader, sample):
+        if found := lacks(reader, sample):
+            dropped.append((sample, len(sample.token_ids)))
+        return found
+
+    monkeypatch.setattr(ExpertReader, "lacks_rows", spy)
+    for case in range(40):
+        rng = random.Random(case)
+        prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(50, 64))] for _ in range(8)]
+        params = [SamplingParams(n=n, max_tokens=rng.randint(1, 12), seed=i, routed_experts=True) for i in range(8)]
+        pool = tight_pool(model, [*zip(prompts, params, strict=True)], n)
+        llm = LLM(path, kv_cache_memory_bytes=pool, max_num_batched_tokens=200, async_scheduling=True)
+        expected = LLM(path, kv_cache_memory_bytes=1 << 22).generate(prompts, params, use_tqdm=False)
+        for output, whole in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
+            assert [c.token_ids for c in output.completions] == [c.token_ids for c in whole.completions]
+            assert [c.logprobs for c in output.completions] == [c.logprobs for c in whole.completions]
+            assert_trainers_experts(model, output)
+        if any(len(sample.token_ids) == tokens + 1 for sample, tokens in dropped):
+            return
+    pytest.fail("no last token was under way when its sample was preempted")
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
