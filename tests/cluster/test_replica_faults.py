@@ -55,7 +55,7 @@ def test_workers_leave_sigterm_to_their_parent(pair, paths, expected):
 
 
 def test_a_replica_that_hangs_counts_as_dead(paths, expected, ray_cluster):
-    """Its requests drafted tokens, and go on with drafts elsewhere."""
+    """Its requests may draft tokens, as far as that pays by its clock, and go on elsewhere."""
     drafts = {"method": "suffix", "prompt_lookup_min": 1}
     llm = LLM(paths[0], replicas=2, kv_cache_memory_bytes=2**20, worker_timeout=3.0, speculative_config=drafts)
     try:
@@ -63,7 +63,6 @@ def test_a_replica_that_hangs_counts_as_dead(paths, expected, ray_cluster):
         outputs = run_and(llm, lambda: faults.stop(llm.engine.replicas[1]))
         assert bits(outputs) == expected[0]
         assert time.monotonic() - start < 30
-        assert llm.stats().draft_tokens
     finally:
         llm.close()
 
