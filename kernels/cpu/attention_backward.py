@@ -68,16 +68,17 @@ def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
         low = max(0, start - window + 1) if window else 0
         seen = slice(low, stop)
         queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])
-        row = torch.arange(start, stop).repeat_interleave(group)[:, None]
-        column = torch.arange(low, stop)
+        row, column = torch.arange(start, stop)[:, None], torch.arange(low, stop)
         hidden = (column > row) | (sequence[column] != sequence[row])
         if window:
             hidden |= column <= row - window
-        weights = torch.exp(queries @ keys[:, seen].transpose(1, 2) * scale - by_kv_head(lse[start:stop, :, None]))
-        weights = weights.masked_fill(hidden, 0.0)
+        minus_lse, minus_delta = (-by_kv_head(t) for t in (lse[start:stop, :, None], delta[start:stop]))
+        logp = torch.baddbmm(minus_lse, queries, keys[:, seen].transpose(1, 2), alpha=scale)
+        weights = logp.clamp_max_(1.0).exp_()  # hidden ones may be any, and infinity times 0 is NaN; others are <= 0
+        weights.unflatten(1, (-1, group)).mul_(~hidden[:, None])
         grad_v[:, seen] += weights.transpose(1, 2) @ upstream
-        grad_scores = weights * (upstream @ values[:, seen].transpose(1, 2) - by_kv_head(delta[start:stop])) * scale
+        grad_scores = torch.baddbmm(minus_delta, upstream, values[:, seen].transpose(1, 2)).mul_(weights)
         grad_k[:, seen] += grad_scores.transpose(1, 2) @ queries
-        part = (grad_scores @ keys[:, seen]).unflatten(1, (stop - start, group))
-        grad_q[start:stop] = part.transpose(0, 1).reshape(stop - start, heads, dim)
-    return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1)
+        part = (grad_scores @ keys[:, seen]).unflatten(1, (-1, group))
+        grad_q[start:stop] = part.transpose(0, 1).flatten(1, 2)
+    return grad_q.mul_(scale), grad_k.mul_(scale).transpose(0, 1), grad_v.transpose(0, 1)

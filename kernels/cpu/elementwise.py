@@ -234,9 +234,10 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x [rows, width] and weight [width], in their dtypes, from the result's."""
     grad, normed = grad.float(), x.float() * rstd[:, None]
-    weighted = grad * weight.float()
-    grad_x = rstd[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+    weighted, grad_weight = grad * weight.float(), (grad * normed).sum(0)
+    shared = (weighted * normed).mean(-1, keepdim=True)
+    grad_x = weighted.sub_(normed.mul_(shared)).mul_(rstd[:, None])
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from .simd import PANEL, fma, matmul_panel, narrow, widen
 _FIXED_COST = 6  # of an item, in rows: what it costs to read its panel
 _PACKING_COST = 24  # where the panel has to be packed first
 _ZERO = float32(0.0)
-_OUTER_ROWS = 64  # of an outer product, that stay in L1
+_OUTER_ROWS = 32  # of an outer product, that a thread computes at a time
 
 
 @inline
@@ -161,37 +161,33 @@ def _grouped(x, weight, ends, parts, out):
             panel_product(x[first:last], panel, p, x[0, :0], out[first:last], panel)
 
 
-@inline
-def _outer(left, panel, columns, out):
-    """Set out to left @ panel; left [N, rows], panel [rows, PANEL], of which the first `columns` count."""
-    features, rows = left.shape
-    total = np.empty((_OUTER_ROWS, PANEL), np.float32)
-    ahead = panel.ctypes.data
-    for start in range(0, features, _OUTER_ROWS):
-        count = min(_OUTER_ROWS, features - start)
-        total[:] = float32(0.0)
-        source = left.ctypes.data + 4 * start * rows
-        matmul_panel(source, rows, ahead, _ZERO, PANEL, rows, total.ctypes.data, PANEL, count, ahead)
-        copy_rows(total[:count, :columns], out[start : start + count])
-
-
 @parallel
 def _grouped_outer(x, y, ends, parts, out):
+    """An item is _OUTER_ROWS rows of an expert's result: they are written whole, one after the other."""
     features, width = x.shape[1], y.shape[1]
-    tiles = (width + PANEL - 1) // PANEL
-    active, starts = _shares(ends, tiles, parts, _PACKING_COST)
+    tiles, blocks = (width + PANEL - 1) // PANEL, (features + _OUTER_ROWS - 1) // _OUTER_ROWS
+    active, starts = _shares(ends, blocks, parts, _PACKING_COST)
+    for e in prange(ends.size):
+        if ends[e] == (ends[e - 1] if e else 0):
+            out[e] = 0
     for part in prange(parts):
-        left = np.empty((0, 0), np.float32)
+        panels = np.empty((0, 0, PANEL), np.float32)
+        total = np.empty((_OUTER_ROWS, tiles * PANEL), np.float32)
         for item in range(starts[part], starts[part + 1]):
-            e, p = active[item // tiles], item % tiles
+            e, start = active[item // blocks], item % blocks * _OUTER_ROWS
             first, last = ends[e - 1] if e else 0, ends[e]
-            if p == 0 or item == starts[part]:
-                left = np.empty((features, last - first), np.float32)
-                transpose(x[first:last], left)
-            columns = min(PANEL, width - p * PANEL)
-            panel = np.zeros((last - first, PANEL), np.float32)
-            copy_rows(y[first:last, p * PANEL : p * PANEL + columns], panel)
-            _outer(left, panel, columns, out[e, :, p * PANEL :])
+            rows, count = last - first, min(_OUTER_ROWS, features - start)
+            if start == 0 or item == starts[part]:
+                panels = np.zeros((tiles, rows, PANEL), np.float32)
+                for p in range(tiles):
+                    copy_rows(y[first:last, p * PANEL : min((p + 1) * PANEL, width)], panels[p])
+            left = np.empty((count, rows), np.float32)
+            transpose(x[first:last, start : start + count], left)
+            total[:] = float32(0.0)
+            for p in range(tiles):
+                panel, sums = panels[p].ctypes.data, total.ctypes.data + 4 * p * PANEL
+                matmul_panel(left.ctypes.data, rows, panel, _ZERO, PANEL, rows, sums, tiles * PANEL, count, panel)
+            copy_rows(total[:count, :width], out[e, start : start + count])
 
 
 @elementwise
@@ -268,7 +264,7 @@ def grouped(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: boo
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, plan: ExpertPlan, dtype: torch.dtype) -> torch.Tensor:
     """Return for each expert the sum of its rows' outer products, [E, N, K] in `dtype`; x [P, N], y [P, K]."""
-    out = torch.zeros(plan.ends.numel(), x.shape[1], y.shape[1], dtype=dtype)
+    out = torch.empty(plan.ends.numel(), x.shape[1], y.shape[1], dtype=dtype)
     left, right = x.float().contiguous(), y.float().contiguous()
     _grouped_outer(left.numpy(), right.numpy(), plan.ends.numpy(), torch.get_num_threads(), own_storage(out))
     return out

@@ -149,15 +149,14 @@ def _linear_unpacked(x, weight, bias, out):
 
 @parallel
 def _linear_resume(x, weight, out):
-    rows, depth = x.shape
-    for p in prange((weight.shape[0] + PANEL - 1) // PANEL):
-        panel = _packed_panel(weight, p)
-        first, last = p * PANEL, min((p + 1) * PANEL, out.shape[1])
-        whole = np.zeros((rows, PANEL), np.float32)
-        whole[:, : last - first] = out[:, first:last]
+    rows, depth = weight.shape
+    for p in prange((x.shape[0] + PANEL - 1) // PANEL):
+        panel = _packed_panel(x, p)
+        part, sums = out[p * PANEL : (p + 1) * PANEL], np.zeros((rows, PANEL), np.float32)
+        transpose(part, sums)
         address = panel.ctypes.data
-        matmul_panel(x.ctypes.data, depth, address, _ZERO, PANEL, depth, whole.ctypes.data, PANEL, rows, address)
-        out[:, first:last] = whole[:, : last - first]
+        matmul_panel(weight.ctypes.data, depth, address, _ZERO, PANEL, depth, sums.ctypes.data, PANEL, rows, address)
+        transpose(sums[:, : part.shape[0]], part)
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -250,6 +249,8 @@ def gradient_product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
 
 def linear_resume(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Add x @ weight.T to `out`, in place, fp32: one chain an element, which goes on from what it holds."""
-    wide = x.float().contiguous()
-    _linear_resume(wide.numpy(), storage(weight.float()), out.numpy())
+    """Add x @ weight.T to `out`, in place, fp32: one chain an element, which goes on from what it holds.
+
+    Panels are of x: the gradient of logits, of which there are many, comes transposed, and is packed as its rows lie.
+    """
+    _linear_resume(storage(x.float()), weight.float().contiguous().numpy(), out.numpy())
