@@ -53,9 +53,8 @@ def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
 
     Source: Dao et al., 2022, section B.2. sequence: int64 [T], the sequence of each token.
     """
-    length, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
+    length, kv_heads = k.shape[:2]
+    group = q.shape[1] // kv_heads
 
     def by_kv_head(t):  # [T, heads, x] -> [kv_heads, T * group, x]
         return t.reshape(t.shape[0], kv_heads, group, -1).transpose(0, 1).flatten(1, 2)

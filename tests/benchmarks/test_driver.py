@@ -33,7 +33,7 @@ def growth(path, names, n):
     return min(tries, key=lambda ratios: max(ratios.values()))
 
 
-@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_submissions_steps_and_aborts_take_as_long_behind_16384_samples_as_behind_1024(path, n):
     ratios = growth(path, ["submission", "step", "empty batch", "abort"], n)
     assert max(ratios.values()) < 2, ratios

@@ -45,6 +45,7 @@ def test_a_stage_that_dies_at_the_commit_comes_back_with_the_new_weights(stages,
     assert {c.weight_version for o in outputs for c in o.completions} == {before + 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_in_a_stage_costs_no_request(stages, paths, expected, stage):
     """The other stage has the plan: it must not meet the next step's hidden states."""

@@ -40,7 +40,9 @@ def test_settings_that_make_no_sense(paths, settings, message):
         LLM(paths[0], **settings)
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"replicas": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
+)
 def test_what_fails_while_a_worker_starts_reaches_the_caller(paths, ray_cluster, settings):
     with pytest.raises(ValueError, match="less than one block"):
         LLM(paths[0], kv_cache_memory_bytes=10, **settings)

@@ -35,6 +35,7 @@ def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expect
     assert bits(generate(pair)) == expected[0], "it knows where they are stored, too"
 
 
+@pytest.mark.slow
 def test_replicas_that_die_together_cost_no_request(pair, paths, expected, monkeypatch):
     """A request isn't held to be the cause of a death that it was only sent to."""
     monkeypatch.setattr("samebits.cluster.dispatcher.MAX_DEATHS", 2)
@@ -54,6 +55,7 @@ def test_workers_leave_sigterm_to_their_parent(pair, paths, expected):
     assert bits(outputs) == expected[0] and [one.client for one in pair.engine.replicas] == before
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_counts_as_dead(paths, expected, ray_cluster):
     """Its requests may draft tokens, as far as that pays by its clock, and go on elsewhere."""
     drafts = {"method": "suffix", "prompt_lookup_min": 1}
@@ -67,6 +69,7 @@ def test_a_replica_that_hangs_counts_as_dead(paths, expected, ray_cluster):
         llm.close()
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_replicas_is_given_up(paths, ray_cluster):
     llm = LLM(paths[0], replicas=2, **SMALL)
     try:
@@ -98,6 +101,7 @@ def test_a_stage_of_a_replica_dies(paths, expected, ray_cluster):
         llm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_end_with_the_process_that_started_them(paths, tmp_path, replicas):
     """With SIGKILL, which lets nobody clean up: the workers, and a local Ray that was started for them."""

@@ -35,6 +35,7 @@ def client(server):
         yield client
 
 
+@pytest.mark.slow
 def test_a_server_without_a_replica_that_lives_says_so_in_its_health_and_its_metrics(server, monkeypatch):
     """Before any of them has served a request, too: this test comes first."""
     waits = threading.Event()

@@ -1,8 +1,7 @@
 """Compiles every Triton kernel, for GPUs that need not be there.
 
 `compile_kernels.py CAPABILITY [DTYPE ...]` prints one JSON line a kernel and configuration. Launches are caught where
-they would happen, so signatures are those of real calls. --usual leaves out what few models have, biases and gelu, but
-for one tile.
+they would happen, so signatures are those of real calls.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def compile_one(job: dict, capability: int) -> dict:
     }
 
 
-def catch_all(capability: int, dtypes: list[torch.dtype], usual: bool = False) -> None:
+def catch_all(capability: int, dtypes: list[torch.dtype]) -> None:
     """Every kernel and schedule, as a model of Qwen3's shape would launch them."""
     for module in MODULES:
         module.launch = catch
@@ -132,17 +131,14 @@ def catch_all(capability: int, dtypes: list[torch.dtype], usual: bool = False) -
                 Tile(m, n, stages, 8, False, tma=True)
                 for (m, n), stages in itertools.product(((64, 128), (128, 128), (128, 256)), (3, 4))
             }
-        for number, tile in enumerate(sorted(tiles, key=str)):
+        for tile in sorted(tiles, key=str):
             x, w, bias = (torch.empty(*shape, 2048, dtype=dtype) for shape in ((64,), (1024,), ()))
             linear.products(x, [w, w, w], [None] * 3, dtype, tile)
-            kinds = [("silu", None)]
-            if not usual or not number:
-                linear.products(x, [w, w, w], [bias[:1024]] * 3, dtype, tile)
-                kinds += [("silu", bias[:1024]), ("gelu", None)]
-            for name, bias in kinds:
-                for width in (1024, 4096) if bias is None and name == "silu" else (1024,):  # in two chunks, and in one
-                    gate_up = [torch.empty(width, 2048, dtype=dtype)] * 2
-                    linear.gated_products(x, gate_up, [bias] * 2, name, dtype, tile)
+            linear.products(x, [w, w, w], [bias[:1024]] * 3, dtype, tile)
+            kinds = ("silu", 1024, None), ("silu", 4096, None), ("silu", 1024, bias[:1024]), ("gelu", 1024, None)
+            for name, width, added in kinds:  # in two chunks, and in one
+                gate_up = [torch.empty(width, 2048, dtype=dtype)] * 2
+                linear.gated_products(x, gate_up, [added] * 2, name, dtype, tile)
             linear.linear_tile = lambda *_, tile=tile: tile
             linear.products(x, [w], [None], torch.float32)
             for out in (dtype, torch.float32) if tile.tma else (dtype,):  # in one chunk
@@ -207,8 +203,8 @@ def catch_experts(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    capability, *names = [word for word in sys.argv[1:] if word != "--usual"]
-    catch_all(int(capability), [getattr(torch, name) for name in names], "--usual" in sys.argv)
+    capability, *names = sys.argv[1:]
+    catch_all(int(capability), [getattr(torch, name) for name in names])
     with ThreadPoolExecutor(2) as pool:
         for result in pool.map(lambda job: compile_one(job, int(capability)), caught.values()):
             print(json.dumps(result), flush=True)

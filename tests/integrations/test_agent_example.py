@@ -79,6 +79,7 @@ def test_what_the_calculator_wrote_is_masked_and_the_bits_are_compared(example, 
         example.learn(model, optimizer, episodes)
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     short = ("--steps", 2, "--numbers", 2, "--groups", 2, "--group-size", 2, "--warm-up-steps", 3)
     lines = [line for line in run_example(*short).splitlines() if line.startswith("step")]

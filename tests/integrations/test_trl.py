@@ -170,7 +170,7 @@ def curve(result):
 
 
 @pytest.mark.parametrize("updates", [1, 2])  # per rollout: the checkpoint is after the last
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_goes_on_as_bits(path, tmp_path, kind, updates):
     options = {"max_steps": 4, "beta": 0.05, "save_strategy": "steps", "save_steps": 2, "num_iterations": updates}
     whole = trl_run.run(kind, path, tmp_path, **options)
@@ -204,6 +204,7 @@ def test_a_saved_model_serves_the_trained_weights(path, tmp_path):
 # --- engines ---
 
 
+@pytest.mark.slow
 def test_every_kind_of_engine_gives_the_same_run(path, tmp_path, ray_cluster):
     expected = trl_run.run("grpo", path, tmp_path)
     with Serving(path) as server, closing(LLM(path, replicas=2, **trl_run.ENGINE)) as replicas:

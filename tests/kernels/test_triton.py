@@ -234,8 +234,15 @@ def reference_attention(q, k, v, lengths, scale, window):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("dtype", DTYPES)
+OFTEN = (torch.float32, 0), (torch.bfloat16, 70)  # by `make test`
+WINDOWS = [
+    pytest.param(dtype, window, marks=[] if (dtype, window) in OFTEN else pytest.mark.slow)
+    for dtype in DTYPES
+    for window in (0, 70)
+]
+
+
+@pytest.mark.parametrize(("dtype", "window"), WINDOWS)
 def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
     lengths, scale = [300, 5, 1, 130], 24**-0.5
     q, k, v, cache, layout = packed(dtype, lengths, 4, 2, 24)
@@ -254,8 +261,7 @@ def test_decode_prefill_and_split_attention_agree_as_bits(dtype, window):
         assert torch.equal(alone[1][0], lse[token]), (token, splits)
 
 
-@pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "window"), WINDOWS)
 def test_a_value_that_is_not_finite_reaches_only_rows_that_see_it(dtype, window):
     """As that of a wrong draft may be, of a token that the sequence never has: in large tiles and in small ones."""
     q, k, v, cache, layout = packed(dtype, [130, 8], 4, 2, 24)
@@ -432,6 +438,7 @@ def serve_in_turn(llm: LLM, requests: list, steps: list[int]) -> list:
             return [done[i] for i in ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapted"),
     [("qwen3", ()), pytest.param("qwen2", ("q_proj", "gate_proj", "down_proj"), marks=pytest.mark.slow)],
@@ -812,6 +819,7 @@ def launches(monkeypatch):
     return mode
 
 
+@pytest.mark.slow
 def test_what_a_decode_step_launches_beside_its_graph(checkpoint, launches, monkeypatch):
     """From hidden states to tokens: one upload, three kernels and none of torch's; a filter costs one kernel."""
     monkeypatch.setattr(linear, "linear_tile", lambda *_: Tile(16, 64, 2, 4, True))
@@ -866,7 +874,10 @@ def row_of(kind: str, vocab: int) -> torch.Tensor:
     return row
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "zeros", "tiny", "huge"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("zeros", "tiny")]
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "huge", *SLOW_KINDS])
 @pytest.mark.parametrize("part", [64, 1024])
 def test_thresholds_are_those_of_a_sort(kind, part, monkeypatch):
     """Rows that fit the candidates at once, and rows that have to be narrowed down first, to a tie if need be."""
@@ -1086,7 +1097,6 @@ def along_a_row(operand: str) -> list[str]:
 
 
 LAYOUT = "sizePerThread", "threadsPerWarp", "warpsPerCTA"
-COMPILED_SELDOM = [(90, "bfloat16"), (90, "float32"), (80, "bfloat16"), (100, "bfloat16")]
 
 
 def check_hot_kernels(compiled: list[dict]) -> None:
@@ -1100,17 +1110,17 @@ def check_hot_kernels(compiled: list[dict]) -> None:
             assert c["registers"] <= registers and roomy and c["stack"] <= stack, c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "dtype", "which"),
-    [(90, "bfloat16", ["--usual"]), *(pytest.param(*case, [], marks=pytest.mark.slow) for case in COMPILED_SELDOM)],
+    ("capability", "dtype"), [(90, "bfloat16"), (90, "float32"), (80, "bfloat16"), (100, "bfloat16")]
 )
-def test_kernels_compile(capability, dtype, which, tmp_path):
+def test_kernels_compile(capability, dtype, tmp_path):
     """For Ampere, Hopper and Blackwell, without one of them; float16 is as bfloat16."""
     script = pathlib.Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(
-        [sys.executable, script, str(capability), dtype, *which],
+        [sys.executable, script, str(capability), dtype],
         env=environment,
         capture_output=True,
         text=True,

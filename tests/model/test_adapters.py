@@ -245,6 +245,7 @@ def test_the_contract_says_rank_scale_and_targets(checkpoint):
     assert contract_of(exact_model(path, adapter=LoraConfig(**lora().to_dict()))).adapter == lines[0]
 
 
+@pytest.mark.slow
 def test_verify_proves_an_adapter_and_names_the_module_that_differs(checkpoint):
     path = checkpoint("llama")
     model = adapted_model(path)

@@ -353,7 +353,10 @@ def longest_waits(url: str, request) -> tuple[dict[str, float], list]:
     return {route: max(seen) for route, seen in waits.items()}, results
 
 
-@pytest.mark.parametrize("case", HEAVY)
+LONG = pytest.param("a cumulative stream", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [LONG if case in LONG.values else case for case in HEAVY])
 def test_while_any_one_request_is_served_others_wait_less_than_a_second(server, monkeypatch, case):
     route, body = HEAVY[case]
     content = json.dumps(body).encode()

@@ -72,7 +72,7 @@ SETTINGS = [
     (1, 2, "bfloat16", False, True, {"min_p": 0.05}, "mistral"),
     (2, 1, "bfloat16", False, False, {"temperature": 1.0, "min_tokens": 5}, "llama3-bias"),
     pytest.param(2, 2, "float32", False, True, {}, "llama", marks=pytest.mark.slow),
-    (2, 1, "float16", True, False, {"top_p": 0.9}, "qwen3"),
+    pytest.param(2, 1, "float16", True, False, {"top_p": 0.9}, "qwen3", marks=pytest.mark.slow),
     (1, 1, "float32", False, False, {}, "glm4_moe"),
     (2, 1, "bfloat16", True, True, {"temperature": 0.8}, "qwen3_moe"),
     (2, 2, "bfloat16", True, True, {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.01}, "mistral"),

@@ -79,8 +79,16 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [
+        pytest.param(
+            source, layout, marks=[] if (layout == "whole") == (source != "stored pairs") else pytest.mark.slow
+        )
+        for source in SOURCES
+        for layout in LAYOUTS
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_an_update_the_engine_is_one_of_the_new_checkpoint(checkpoints, tmp_path, family, source, layout):
     old, new = checkpoints(family)

@@ -249,7 +249,7 @@ def test_on_policy_every_ratio_of_the_first_update_is_exactly_one(tiny, mode, mi
     [
         {"minibatches": 2, "kl_coef": 0.1},
         {"dtype": "bfloat16", "activation_checkpointing": True},
-        {"dtype": "float16", "minibatches": 2},
+        pytest.param({"dtype": "float16", "minibatches": 2}, marks=pytest.mark.slow),
         {"algorithm": "rloo", "mode": "decoupled", "correction": preset("token_tis"), "filter_uniform": True},
         {"sampling": SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, min_p=0.01), "algorithm": "gspo"},
     ],
@@ -368,6 +368,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny):
     assert equal(before, weights(trainer))
 
 
+@pytest.mark.slow
 def test_fp16_scales_the_loss_as_far_as_gradients_allow(tiny, monkeypatch):
     monkeypatch.setattr("samebits.trainer.rl.loop.LOSS_SCALE_GROWTH", 2)
     plain = Trainer(config_of(tiny, dtype="float16"), Digits())

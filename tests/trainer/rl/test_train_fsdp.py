@@ -105,6 +105,7 @@ def test_saved_weights_are_a_checkpoint_that_an_engine_takes_or_refuses(results,
     assert [c.completions[0].logprobs for c in again] == [c.completions[0].logprobs for c in a]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_launcher_and_the_last_checkpoint_loads(tiny, tmp_path):
     run = torchrun(2, tiny, tmp_path / "run", "fit_and_die")
     assert run.returncode != 0 and "SIGKILL" in run.stderr
@@ -152,6 +153,7 @@ def test_two_ranks_resume_to_the_bit(tiny, tmp_path, changes):
     assert all("kl" in m for m in whole) == ("kl_coef" in changes)
 
 
+@pytest.mark.slow
 def test_a_mixture_on_two_ranks_resumes_to_the_bit(tmp_path):
     make_tiny_model(
         tmp_path / "model", make_task("arithmetic").alphabet, seed=3, experts=True, hidden_size=32, num_hidden_layers=2,
@@ -203,7 +205,7 @@ def test_ranks_end_in_peace_when_gloos_threads_are_late(tiny, tmp_path):
     [
         ("process group", {}),
         ("directory", {}),
-        ("directory", {"replicas": 2}),
+        pytest.param("directory", {"replicas": 2}, marks=pytest.mark.slow),
         pytest.param("process group", {"replicas": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             "process group", {"replicas": 2, "pipeline_parallel_size": 2, "backend": "ray"}, marks=pytest.mark.slow
