@@ -126,7 +126,7 @@ class EngineCore(WorkerEngine):
             self.expert_reader.note_end(sample)
             if sample.seq_id not in unstarted:
                 self.scheduler.finish(sample)
-        self.expert_reader.read()
+        self.expert_reader.read(step.result for step in self._steps)
         del self.requests[request.request_id]
         self.outbox[request.request_id] = request
 

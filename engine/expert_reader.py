@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from .executor import Executor
+from .executor import Executor, StepResult
 from .request import Sample
 
 
@@ -48,10 +49,15 @@ class ExpertReader:
         wanted = max(0, end - start)
         self._ended.append(EndedSample(sample, wanted, next(known, slots)[:wanted]))
 
-    def read(self) -> None:
-        """Read the experts of all samples that have ended, before another step is scheduled, which may reuse blocks."""
+    def read(self, under_way: Iterable[StepResult] = ()) -> None:
+        """Read the experts of all samples that have ended, before another step is scheduled, which may reuse blocks.
+
+        under_way: steps that may compute some of their tokens; stages answer meanwhile, so they are waited for.
+        """
         if not self._ended:
             return
+        for result in under_way:
+            result.wait()
         stages = self.executor.collective_rpc("read_routed_experts", np.concatenate([e.slots for e in self._ended]))
         k = max(part.shape[2] for part in stages)  # 0 in a stage without experts
         found = np.concatenate([np.pad(part, [(0, 0), (0, 0), (0, k - part.shape[2])]) for part in stages], 1)

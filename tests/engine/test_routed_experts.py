@@ -166,6 +166,51 @@ def test_what_an_aborted_request_had_is_reported_and_the_rest_is_unknown(models)
         assert (found[16:] == -1).all()
 
 
+class LateStep:
+    """A step whose last stage computes when its tokens are waited for, or its turn comes."""
+
+    def __init__(self, worker, plan, hidden, before):
+        self.worker = worker
+        self.given = plan, hidden
+        self.before = before
+        self.tokens = None
+
+    def wait(self):
+        if self.tokens is None:
+            if self.before is not None:
+                self.before.wait()
+            self.tokens = self.worker.execute_model(*self.given).wait()
+        return self.tokens
+
+
+def test_an_abort_while_a_stage_is_behind_reads_what_the_stage_has_yet_to_compute(models, monkeypatch):
+    path, model = models("qwen3_moe")
+    layout = {"pipeline_parallel_size": 2, "backend": "inproc", "batches_in_flight": 3}
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=16, **layout)
+    first, last = llm.engine.executor.workers
+    steps = [None]
+
+    def submit(plan):
+        steps.append(LateStep(last, plan, first.execute_model(plan), steps[-1]))
+        return steps[-1]
+
+    monkeypatch.setattr(llm.engine.executor, "submit", submit)
+    prompts = [list(range(3, 51)), list(range(3, 35))]
+    requests = [llm.add_request(p, SamplingParams(max_tokens=9, routed_experts=True)) for p in prompts]
+    llm.step()
+    assert any(step.tokens is None for step in steps[1:]), "no step is under way"
+    outputs = []
+    for request in requests:
+        llm.abort(request)
+    while len(outputs) < len(prompts):
+        outputs += [output for output in llm.step() if output.finished]
+    for output in outputs:
+        (found,) = (c.routed_experts for c in output.completions)
+        known = (found >= 0).all((1, 2))
+        assert np.array_equal(found[known], trainers_experts(model, output.prompt_token_ids)[known])
+    assert any((o.completions[0].routed_experts[16:] >= 0).any() for o in outputs), "no row was under way"
+
+
 def test_they_start_where_they_are_asked_to_and_come_with_the_end(models):
     path, model = models("qwen3_moe")
     llm = LLM(path, kv_cache_memory_bytes=1 << 20)
