@@ -89,7 +89,8 @@ class LayerParts(NamedTuple):
 
     linears: q, k, v, o, gate, up, down; of each a `pack`ed weight, its features, a bias or None, and what
     `pack_low_rank` gave or None. norms: weight and eps, or None: of the sum after attention, of that after the layer,
-    of queries' and of keys' heads. scale, window: see `attention`.
+    of queries' and of keys' heads. scale, window: see `attention`. Of a layer whose MLP is of another kind, experts for
+    instance, there are four linears: it is computed up to the norm before its MLP.
     """
 
     linears: list[tuple[Any, int, Any, Any]]
@@ -97,6 +98,11 @@ class LayerParts(NamedTuple):
     activation: str
     scale: float
     window: int
+
+    @property
+    def is_half(self) -> bool:
+        """True if the MLP is left to its module."""
+        return len(self.linears) == 4
 
 
 class DecoderLayers(Protocol):

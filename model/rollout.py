@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,12 +131,14 @@ class _Launch(NamedTuple):
     """Layers that follow each other, the places of their KV, and their launch, which holds as long as its places do.
 
     A launch is one call of the backend: on CPUs of one kernel, on GPUs of all of the layers' kernels in turn.
+    is_half: it is of one layer, up to the norm before its MLP.
     """
 
     places: list[Places]
     layers: list[FusedLayer]
     indices: list[int]
     compute: DecoderLayers
+    is_half: bool
 
     def holds(self) -> bool:
         """True if all is where it was read."""
@@ -172,9 +174,10 @@ def _read_norm(places: Places, place: tuple[nn.Module, str], dtype: torch.dtype)
 def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     """Return what a launch of the layer takes."""
     attention, mlp = places.module(layer, "self_attn"), places.module(layer, "mlp")
-    if type(mlp) is not ExactMLP or not isinstance(attention, FusedAttention):
+    if not isinstance(attention, FusedAttention):
         raise _SeveralLaunchesError
-    following = places.attribute(vars(layer), "following")
+    whole = type(mlp) is ExactMLP
+    following = places.attribute(vars(layer), "following") if whole else ()
     heads = ["q_norm", "k_norm"] if "q_norm" in attention._modules else []
     middle = _read_norm(places, (layer, "post_attention_layernorm"), dtype)
     last = _read_norm(places, following, dtype) if following else None
@@ -182,11 +185,13 @@ def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     if any(norm and len(norm[0]) != attention.head_dim for norm in (queries, keys)):
         raise _SeveralLaunchesError
     linears = [_read_linear(places, attention, name, dtype) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linears += [_read_linear(places, mlp, name, dtype) for name in ("gate_proj", "up_proj", "down_proj")]
+    if whole:
+        linears += [_read_linear(places, mlp, name, dtype) for name in ("gate_proj", "up_proj", "down_proj")]
     if not places.unchanged():  # there is a hook
         raise _SeveralLaunchesError
     call = places.attribute(vars(attention), "observed")
-    return LayerParts(linears, [middle, last, queries, keys], mlp.activation, call.scaling, call.window)
+    activation = mlp.activation if whole else ""
+    return LayerParts(linears, [middle, last, queries, keys], activation, call.scaling, call.window)
 
 
 def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launch | None:
@@ -201,14 +206,21 @@ def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launc
             here.watch(layers[-1]._forward_hooks)
             here.watch(layer._forward_pre_hooks)
         try:
-            parts.append(_read_layer(here, layer, dtype))
+            found = _read_layer(here, layer, dtype)
         except _SeveralLaunchesError:
             break
+        if layers and found.is_half:
+            break
+        parts.append(found)
         places.append(here)
         layers.append(layer)
         indices.append(here.attribute(vars(layer.self_attn), "layer_idx"))
-        layer = layer.following[0] if here.attribute(vars(layer), "continued") else None
-    return _Launch(places, layers, indices, ops.backend(device).decoder_layers(parts)) if layers else None
+        layer = layer.following[0] if here.attribute(vars(layer), "continued") and not found.is_half else None
+    return (
+        _Launch(places, layers, indices, ops.backend(device).decoder_layers(parts), parts[0].is_half)
+        if layers
+        else None
+    )
 
 
 class Ahead(NamedTuple):
@@ -251,10 +263,14 @@ class FusedLayer(nn.Module):
         if isinstance(hidden_states, Ahead):
             return hidden_states.after(self, kwargs)
         launch = self._launch(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
-        if launch is not None:
-            return self._run(launch, hidden_states, kwargs)
-        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
-        hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
+        if launch is None:
+            attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+            hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
+        else:
+            out = self._run(launch, hidden_states, kwargs)
+            if not launch.is_half:
+                return out
+            hidden_states = cast(Residual, out)
         update = module.mlp(module.post_attention_layernorm(hidden_states))
         return add(hidden_states, update, getattr(*self.following) if self.following else None)
 

@@ -29,6 +29,7 @@ _LINEAR = np.dtype([
     ("count", "i8"), ("biases", "i8"), ("down_count", "i8"), ("up_count", "i8"),  # of panels, and of bias's elements
     ("depth", "i8"), ("features", "i8"), ("rank", "i8"), ("scale", "f8"),
 ])  # fmt: skip
+_NO_LINEAR = (0,) * 12  # fields
 _NORM = np.dtype([("weight", "i8"), ("width", "i8"), ("eps", "f8")])  # width 0: there is none
 _LAYER = np.dtype([("scale", "f8"), ("window", "i8"), ("activation", "i8")])
 
@@ -188,6 +189,8 @@ def _decoder_layer(
     _round_rows(flat, like)
     products(flat, like, _weight(o, like), no_weight, no_weight, update, nowhere, nowhere)
     _add_rows(parts, x, update, _norm_weight(middle, like), middle.eps, total, out, wide)
+    if gate.count == 0:
+        return
     products(wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
     _gate_rows(parts, gate_out, up_out, layer.activation, x, gate_out)
     products(gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
@@ -212,11 +215,12 @@ class DecoderLayers:
     """Decoder layers that follow each other, in one launch; see `backend.DecoderLayers`."""
 
     def __init__(self, layers: Sequence[LayerParts]):
-        self._linears = np.array([[_linear_entry(*each) for each in parts.linears] for parts in layers], _LINEAR)
+        entries = [[_linear_entry(*each) for each in parts.linears] for parts in layers]
+        self._linears = np.array([[*of_layer, *[_NO_LINEAR] * (7 - len(of_layer))] for of_layer in entries], _LINEAR)
         self._norms = np.array([[_norm_entry(norm) for norm in parts.norms] for parts in layers], _NORM)
-        kinds = [(parts.scale, parts.window, ACTIVATIONS.index(parts.activation)) for parts in layers]
+        kinds = [(parts.scale, parts.window, ACTIVATIONS.index(parts.activation or "silu")) for parts in layers]
         self._layers = np.array(kinds, _LAYER)
-        self._has_following = layers[-1].norms[1] is not None
+        self._ends_in_norm = layers[-1].is_half or layers[-1].norms[1] is not None
 
     def __call__(
         self,
@@ -237,7 +241,7 @@ class DecoderLayers:
                 layout.slot_mapping[at], items, layout.positions[at], layout.block_tables, layout.block_table_starts,
                 torch.get_num_threads(), *results,
             )  # fmt: skip
-        return total, out if self._has_following else None
+        return total, out if self._ends_in_norm else None
 
 
 def _parts(items: np.ndarray, rows: int) -> Iterator[tuple[slice, np.ndarray]]:

@@ -43,6 +43,9 @@ class DecoderLayers:
             middle, following, *_ = parts.norms
             assert middle is not None and after is not None, "a layer has a norm before each of its halves"
             x, normed = add_rms_norm(x, _attended(parts, after, tables, cache, layout), *middle)
+            if parts.is_half:
+                after = normed
+                continue
             update, after = _activated(parts, normed), None
             if following is None:
                 x = x + update
@@ -58,7 +61,7 @@ def _attended(
     cache: tuple[torch.Tensor, torch.Tensor],
     layout: PagedLayout,
 ) -> torch.Tensor:
-    *projections, out, _, _, _ = parts.linears
+    *projections, out = parts.linears[:4]
     _, _, of_q, of_k = parts.norms
     rows, dim = tables[0].shape
     q, k, v = (t.view(rows, -1, dim) for t in _linears(normed, projections))

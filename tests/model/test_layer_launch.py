@@ -14,6 +14,7 @@ from samebits.model.stage import stage_model
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers.adapters import adapted_model
+from helpers.models import make_checkpoint
 
 PROMPTS = [[5, 7, 11 + i] for i in range(3)]
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
@@ -76,6 +77,19 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
         assert (LAYERS, number) in launches
         assert {count for count, _ in launches} == {LAYERS}
         assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dense", "expected"), [([], [1, 1, 1]), ([0, 1], [2, 1]), ([1], [1, 1, 1])])
+def test_a_layer_is_launched_up_to_its_experts(tmp_path, dense, expected, dtype, launches, monkeypatch):
+    """And dense layers before it whole."""
+    path = make_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=dense)
+    llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**24)
+    launches.clear()
+    found = generate(llm)
+    assert [count for count, _ in launches] == expected * (len(launches) // len(expected))
+    assert in_single_kernels(llm, launches, monkeypatch) == found
 
 
 @pytest.mark.usefixtures("two_threads")
