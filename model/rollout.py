@@ -216,11 +216,9 @@ def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launc
         layers.append(layer)
         indices.append(here.attribute(vars(layer.self_attn), "layer_idx"))
         layer = layer.following[0] if here.attribute(vars(layer), "continued") and not found.is_half else None
-    return (
-        _Launch(places, layers, indices, ops.backend(device).decoder_layers(parts), parts[0].is_half)
-        if layers
-        else None
-    )
+    if not layers:
+        return None
+    return _Launch(places, layers, indices, ops.backend(device).decoder_layers(parts), parts[0].is_half)
 
 
 class Ahead(NamedTuple):
