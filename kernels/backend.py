@@ -84,13 +84,24 @@ class ExpertPlan(NamedTuple):
 HeadNorms = tuple[tuple[Tensor, float], tuple[Tensor, float]]  # weight [D] and eps, for q and for k
 
 
+class ExpertParts(NamedTuple):
+    """What a layer's experts compute with, and the router that chooses k of them; see `route` and `packed_experts`."""
+
+    router: Any  # its weight [E, hidden]
+    k: int
+    normalises: bool
+    gate_up: Any
+    down: Any
+    inner: int
+
+
 class LayerParts(NamedTuple):
     """What a gated decoder layer of the usual kind computes with; all in the storage dtype, as `storage` gives it.
 
     linears: q, k, v, o, gate, up, down; of each a `pack`ed weight, its features, a bias or None, and what
     `pack_low_rank` gave or None. norms: weight and eps, or None: of the sum after attention, of that after the layer,
-    of queries' and of keys' heads. scale, window: see `attention`. Of a layer whose MLP is of another kind, experts for
-    instance, there are four linears: it is computed up to the norm before its MLP.
+    of queries' and of keys' heads. scale, window: see `attention`. experts: in the place of gate, up and down. With
+    neither, the layer is computed up to the norm before its MLP.
     """
 
     linears: list[tuple[Any, int, Any, Any]]
@@ -98,11 +109,12 @@ class LayerParts(NamedTuple):
     activation: str
     scale: float
     window: int
+    experts: ExpertParts | None = None
 
     @property
     def is_half(self) -> bool:
         """True if the MLP is left to its module."""
-        return len(self.linears) == 4
+        return len(self.linears) == 4 and self.experts is None
 
 
 class DecoderLayers(Protocol):
@@ -118,9 +130,10 @@ class DecoderLayers(Protocol):
         tables: tuple[Tensor, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         layout: PagedLayout,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype.
 
+        The third is the experts chosen, int64 [rows, layers, k], ascending, if there are experts; 0 in other layers.
         x, normed [rows, hidden]: the residual stream and its norm, in the storage dtype; tables: cos and sin [rows, D];
         caches: keys and values of each layer, where the rows' own go to the layout's slots.
         """

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels import ops
-from ..kernels.backend import DecoderLayers, HeadNorms, LayerParts
+from ..kernels.backend import DecoderLayers, ExpertParts, HeadNorms, LayerParts
 from .attention import AttentionCall
 from .coverage import UnderMode
 from .exact import is_exact
-from .experts import is_experts, pack_experts
+from .experts import WEIGHTS, is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
 from .places import Places
 from .roles import ExactMLP, ExactRMSNorm, other_state
-from .routing import hand_over, routers
+from .routing import RoutedExperts, hand_over, routers
 from .selfcheck import SelfCheck
 
 
@@ -112,6 +112,19 @@ class PlainRouter(FusedRouter):
     normalises = False
 
 
+class FusedMixture(nn.Module):
+    """A block of a router and its experts alone, which a launch of layers computes, too."""
+
+    READS = "gate", "experts"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return each row's sum over its experts."""
+        module: Any = self
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        _, weights, ids = module.gate(rows)
+        return module.experts(rows, ids, weights).view(hidden_states.shape)
+
+
 def _head_norms(attention: Any) -> HeadNorms | None:
     """Return the norms of queries' and keys' heads as kernels take them; None for other kinds, or watched ones."""
     norms = [attention._modules.get(name) for name in ("q_norm", "k_norm")]
@@ -171,12 +184,23 @@ def _read_norm(places: Places, place: tuple[nn.Module, str], dtype: torch.dtype)
     return _array(places.parameter(norm, "weight"), dtype), norm.variance_epsilon
 
 
+def _read_experts(places: Places, mixture: FusedMixture, dtype: torch.dtype) -> ExpertParts:
+    router, experts = places.module(mixture, "gate"), places.module(mixture, "experts")
+    gate_up, down = (places.passing(vars(experts), name) for name in WEIGHTS)
+    if not isinstance(router, FusedRouter) or gate_up is None or gate_up.panels.dtype != dtype:
+        raise _SeveralLaunchesError
+    weight, k = _array(places.parameter(router, "weight"), dtype), cast(Any, router).routing.top_k
+    return ExpertParts(weight, k, router.normalises, gate_up.memory, down.memory, gate_up.features // 2)
+
+
 def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     """Return what a launch of the layer takes."""
     attention, mlp = places.module(layer, "self_attn"), places.module(layer, "mlp")
     if not isinstance(attention, FusedAttention):
         raise _SeveralLaunchesError
-    whole = type(mlp) is ExactMLP
+    dense = type(mlp) is ExactMLP
+    experts = _read_experts(places, mlp, dtype) if isinstance(mlp, FusedMixture) else None
+    whole = dense or experts is not None
     following = places.attribute(vars(layer), "following") if whole else ()
     heads = ["q_norm", "k_norm"] if "q_norm" in attention._modules else []
     middle = _read_norm(places, (layer, "post_attention_layernorm"), dtype)
@@ -185,13 +209,13 @@ def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     if any(norm and len(norm[0]) != attention.head_dim for norm in (queries, keys)):
         raise _SeveralLaunchesError
     linears = [_read_linear(places, attention, name, dtype) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    if whole:
+    if dense:
         linears += [_read_linear(places, mlp, name, dtype) for name in ("gate_proj", "up_proj", "down_proj")]
     if not places.unchanged():  # there is a hook
         raise _SeveralLaunchesError
     call = places.attribute(vars(attention), "observed")
-    activation = mlp.activation if whole else ""
-    return LayerParts(linears, [middle, last, queries, keys], activation, call.scaling, call.window)
+    activation = mlp.activation if dense else mlp.experts.activation if experts is not None else ""
+    return LayerParts(linears, [middle, last, queries, keys], activation, call.scaling, call.window, experts)
 
 
 def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launch | None:
@@ -257,15 +281,15 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor | Residual | Ahead, **kwargs) -> Tensor | Residual | Ahead:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
-        hand_over(self, kwargs)
+        routed = hand_over(self, kwargs)
         if isinstance(hidden_states, Ahead):
             return hidden_states.after(self, kwargs)
         launch = self._launch(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
-        if launch is None:
+        if launch is None or (routed is not None and routed.given is not None):
             attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
             hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         else:
-            out = self._run(launch, hidden_states, kwargs)
+            out = self._run(launch, hidden_states, kwargs, routed)
             if not launch.is_half:
                 return out
             hidden_states = cast(Residual, out)
@@ -278,14 +302,18 @@ class FusedLayer(nn.Module):
             self._last_launch = _read_launch(self, total.device, total.dtype)
         return self._last_launch
 
-    def _run(self, launch: _Launch, x: Tensor | Residual, keywords: dict[str, Any]) -> Tensor | Residual | Ahead:
+    def _run(
+        self, launch: _Launch, x: Tensor | Residual, keywords: dict[str, Any], routed: RoutedExperts | None
+    ) -> Tensor | Residual | Ahead:
         """Return the output of the launch's layers."""
         module: Any = self
         total, normed = (x.total if isinstance(x, Residual) else x), module.input_layernorm(x)
         rows = total.view(-1, total.shape[-1]), normed.view(-1, total.shape[-1])
         cos, sin = keywords["position_embeddings"]
         caches = [keywords["kv_caches"][index] for index in launch.indices]
-        out, after = launch.compute(*rows, (cos[0], sin[0]), caches, keywords["layout"])
+        out, after, ids = launch.compute(*rows, (cos[0], sin[0]), caches, keywords["layout"])
+        if ids is not None and routed is not None:
+            routed.note(module.router[0], ids)
         result: Any = out.view(total.shape)
         if after is not None:
             result = Residual(result, after.view(total.shape))
@@ -342,6 +370,7 @@ class _Call(NamedTuple):
         return len(self.args) == len(other.args) <= 1 and _same_objects(ours, theirs)
 
 
+_Fused = FusedAttention | FusedLayer | FusedMixture | FusedRouter
 _NORMS = "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"  # of a layer or attention, may be fused
 
 
@@ -354,12 +383,15 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
     norm = getattr(base, "norm", None)
     parts = [part for layer in base.layers for part in (layer, getattr(layer, "self_attn", None))]
     routing = [*routers(model).values()]
-    calls = _recorded(run, [part for part in (*parts, norm, *routing) if part is not None])
+    mixtures = [layer.mlp for layer in base.layers if hasattr(getattr(layer, "mlp", None), "experts")]
+    calls = _recorded(run, [part for part in (*parts, norm, *routing, *mixtures) if part is not None])
     for each in (norm, *(getattr(part, name, None) for part in parts for name in _NORMS)):
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
     for router in filter(calls.get, routing):
         _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
+    for mixture in mixtures:
+        _fuse_if_equal(mixture, FusedMixture, calls[mixture])
     for layer in base.layers:
         if hasattr(layer, "self_attn"):
             _fuse_if_equal(layer.self_attn, FusedAttention, calls[layer.self_attn])
@@ -389,7 +421,7 @@ def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[n
 
 
 @torch.inference_mode()
-def _fuse_if_equal(module: Any, form: type[FusedAttention | FusedLayer | FusedRouter], call: _Call) -> bool:
+def _fuse_if_equal(module: Any, form: type[_Fused], call: _Call) -> bool:
     """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them.
 
     A parameter or buffer that the form doesn't read stands against it.

@@ -59,10 +59,14 @@ class RoutedExperts:
         noted = torch.zeros(count, layers, k, dtype=torch.int64, device=device)
         return cls(ids, noted, torch.arange(count, device=device))
 
+    def note(self, first: int, own: Tensor) -> None:
+        """Note the choices of the routers of a layer and those after it, int64 [T, layers, k], if they are wanted."""
+        if self.noted is not None:
+            self.noted[self.at, first : first + own.shape[1], : own.shape[2]] = own.to(self.noted.dtype)
+
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """Return the ids that a layer's router is to use, int64 [T, k], of its own choice, sorted."""
-        if self.noted is not None:
-            self.noted[self.at, layer, : own.shape[1]] = own.to(self.noted.dtype)
+        self.note(layer, own[:, None])
         if self.given is None:
             return own
         ids = self.given[:, layer, : own.shape[1]]
@@ -89,14 +93,15 @@ class RoutingLayer(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Take `routed_experts` out of a layer's keywords, for its router."""
+def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> RoutedExperts | None:
+    """Take `routed_experts` out of a layer's keywords, for its router, and return it."""
     routed: RoutedExperts | None = kwargs.pop(KEYWORD, None)
     if isinstance(layer, RoutingLayer):
         number, router = layer.router
         if router is not None:
             choose = None if routed is None else functools.partial(routed.choose, number)
             router.routing = replace(router.routing, choose=choose)
+    return routed
 
 
 def connect_routers(model: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..backend import LayerParts
+from ..backend import ExpertParts, LayerParts
 from ..layout import PagedLayout
 from .attention import BLOCK, attention, new_kv_cache, place_heads, share_reads, tile_tokens, work_items, write_kv
 from .attention_backward import attention_backward
@@ -89,6 +89,10 @@ def warm_up(dtype: torch.dtype, device: torch.device, experts: bool = False) -> 
     linear = storage(pack(stored.expand(16, 16))), 16, None, None
     of_layer = storage(stored[0]), 1e-5
     parts = LayerParts([linear] * 7, [of_layer, of_layer, None, None], "silu", 1.0, 0)
+
+    def run(parts: LayerParts) -> None:
+        decoder_layers([parts])(stored, stored, (stored, stored), [cache], layout)
+
     calls = (
         lambda: linear_packed(x, [weight]),
         lambda: linear_unpacked(x, x, None),
@@ -98,16 +102,16 @@ def warm_up(dtype: torch.dtype, device: torch.device, experts: bool = False) -> 
         lambda: rotary_tables(torch.zeros(1, dtype=torch.long), x[0], 1.0),
         lambda: place_heads(kv, kv, kv, (norm, norm), (stored, stored), layout, cache),
         lambda: attention(x[None], *cache, layout, 1.0, 0),
-        lambda: decoder_layers([parts])(stored, stored, (stored, stored), [cache], layout),
+        lambda: run(parts),
         lambda: sample(x, *row, *draw),  # type: ignore[call-arg]
-        *[lambda: _warm_up_experts(dtype)] * experts,
+        *[lambda: run(parts._replace(linears=[linear] * 4, experts=_warm_up_experts(dtype)))] * experts,
     )
     for call in tqdm(calls, desc="Compiling kernels (once per machine)", unit="kernel", delay=2):
         call()
 
 
-def _warm_up_experts(dtype: torch.dtype) -> None:
-    """Compile the kernels of routers, and of packed and plain experts."""
+def _warm_up_experts(dtype: torch.dtype) -> ExpertParts:
+    """Compile the kernels of routers, and of packed and plain experts; return what a layer takes of them."""
     scores = softmax(torch.zeros(1, 2))
     row_sums(scores, 1)
     unary(scores, "sigmoid")
@@ -118,6 +122,7 @@ def _warm_up_experts(dtype: torch.dtype) -> None:
     combine(grouped(gated, gate_up[:, :16], plan, False, dtype), weights, plan, dtype)
     panels, down_panels = (storage(pack_experts(weight)) for weight in (gate_up, gate_up[:, :16]))
     packed_experts(x, panels, down_panels, 16, ids, weights, "silu")
+    return ExpertParts(storage(torch.zeros(2, 16, dtype=dtype)), 1, True, panels, down_panels, 16)
 
 
 __all__ = [

@@ -11,8 +11,8 @@ from numba import float32, prange
 
 from ..backend import ExpertPlan
 from .copies import copy_rows, pack_panel, transpose
-from .elementwise import ACTIVATIONS, gated_products, widen_row
-from .jit import elementwise, inline, own_storage, parallel, serial, storage
+from .elementwise import ACTIVATIONS, gated_products
+from .jit import composed, elementwise, inline, own_storage, parallel, region, serial, storage
 from .linear import pack, panel_product
 from .pages import join_pages, new_memory
 from .simd import PANEL, fma, matmul_panel, narrow, widen
@@ -108,9 +108,12 @@ def _sum_rows(t, y, weights, pairs, places, like, out):
         out[column] = narrow(total[column], out[column])
 
 
-@parallel
-def _packed_experts(x, gate_up, down, width, ids, weights, kind, parts, out):
-    """Write each token's sum to `out`; return False for an id that is no expert's."""
+@region
+def gated_experts(x, like, gate_up, down, width, ids, weights, kind, parts, out):
+    """Write each token's sum to fp32 `out`; return False for an id that is no expert's.
+
+    x fp32 [T, H], as all that is stored of a dtype of halves, that of the array `like`.
+    """
     (tokens, slots), hidden = ids.shape, x.shape[1]
     pairs, places = np.empty(tokens * slots, np.int64), np.empty((tokens, slots), np.int64)
     ends = np.empty(gate_up.shape[0], np.int64)
@@ -127,12 +130,12 @@ def _packed_experts(x, gate_up, down, width, ids, weights, kind, parts, out):
             if item % tiles == 0 or item == starts[part]:
                 rows = np.empty((last - first, hidden), np.float32)
                 for i in range(last - first):
-                    widen_row(x[pairs[first + i] // slots], rows[i])
+                    rows[i] = x[pairs[first + i] // slots]
             _packed_item(item, starts[part + 1] - 1, active, rows, gate_up, both[first:last])
     down_tiles = down.shape[1]
     active, starts = _shares(ends, down_tiles, parts, _FIXED_COST)
     for part in prange(parts):
-        stored = np.empty((3, width), x.dtype)
+        stored = np.empty((3, width), like.dtype)
         rows = np.empty((0, width), np.float32)
         for item in range(starts[part], starts[part + 1]):
             e = active[item // down_tiles]
@@ -143,8 +146,13 @@ def _packed_experts(x, gate_up, down, width, ids, weights, kind, parts, out):
                     gated_products(both[first + i, :width], both[first + i, width:], kind, stored, rows[i])
             _packed_item(item, starts[part + 1] - 1, active, rows, down, y[first:last])
     for t in prange(tokens):
-        _sum_rows(t, y, weights, pairs, places, out[t, 0], out[t])
+        _sum_rows(t, y, weights, pairs, places, like[t, 0], out[t])
     return True
+
+
+@composed
+def _packed_experts(x, like, gate_up, down, width, ids, weights, kind, parts, out):
+    return gated_experts(x, like, gate_up, down, width, ids, weights, kind, parts, out)
 
 
 @parallel
@@ -246,12 +254,13 @@ def packed_experts(
     activation: str,
 ) -> torch.Tensor:
     """Return each token's sum of its experts' gated MLPs, [T, H] in x's dtype, in one launch; see `Backend`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32)
     given = ids.contiguous().numpy(), weights.contiguous().view(-1).numpy(), ACTIVATIONS.index(activation)
-    arrays = own_storage(x.contiguous()), gate_up, down
-    if not _packed_experts(*arrays, inner, *given, torch.get_num_threads(), own_storage(out)):
+    arrays = x.float().numpy(), own_storage(x), gate_up, down
+    if not _packed_experts(*arrays, inner, *given, torch.get_num_threads(), out.numpy()):
         raise _wrong_ids(ids, len(gate_up))
-    return out
+    return out.to(x.dtype)
 
 
 def grouped(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gather: bool, dtype: torch.dtype) -> torch.Tensor:

@@ -106,21 +106,27 @@ def _top_k(x, ids):
         _largest_of_row(x[i], ids[i])
 
 
+@inline
+def route_row(logits, normalises, ids, weights):
+    """Write the experts of a row, ascending, and their weights; see `Backend.route`."""
+    scores = np.empty(logits.size, np.float32)
+    _softmax_row(logits, scores)
+    taken = _largest_of_row(scores, ids)
+    slot = 0
+    for j in range(scores.size):
+        if taken[j]:
+            ids[slot], weights[slot] = j, scores[j]
+            slot += 1
+    if normalises:
+        total = float32(_row_sum(weights))
+        for slot in range(ids.size):
+            weights[slot] /= total
+
+
 @elementwise
 def _route(logits, normalises, ids, weights):
     for i in prange(logits.shape[0]):
-        scores = np.empty(logits.shape[1], np.float32)
-        _softmax_row(logits[i], scores)
-        taken = _largest_of_row(scores, ids[i])
-        slot = 0
-        for j in range(scores.size):
-            if taken[j]:
-                ids[i, slot], weights[i, slot] = j, scores[j]
-                slot += 1
-        if normalises:
-            total = float32(_row_sum(weights[i]))
-            for slot in range(ids.shape[1]):
-                weights[i, slot] /= total
+        route_row(logits[i], normalises, ids[i], weights[i])
 
 
 def unary(x: torch.Tensor, name: str) -> torch.Tensor:

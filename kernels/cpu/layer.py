@@ -17,8 +17,10 @@ from ..backend import LayerParts
 from ..layout import PagedLayout
 from .attention import BLOCK, attend, place, write_token
 from .elementwise import ACTIVATIONS, add_row, gated_products, narrow_row, norm_row, widen_row
+from .experts import gated_experts
+from .functions import route_row
 from .jit import composed, inline, own_storage, region
-from .linear import NO_LOW_RANK, LowRank, products
+from .linear import NO_LOW_RANK, LowRank, products, unpacked_product
 from .simd import LANES, PANEL, narrow, pointer, widen
 
 _ROWS = 512  # that go through all layers together: the scratch of more doesn't stay in cache
@@ -31,7 +33,12 @@ _LINEAR = np.dtype([
 ])  # fmt: skip
 _NO_LINEAR = (0,) * 12  # fields
 _NORM = np.dtype([("weight", "i8"), ("width", "i8"), ("eps", "f8")])  # width 0: there is none
-_LAYER = np.dtype([("scale", "f8"), ("window", "i8"), ("activation", "i8")])
+_LAYER = np.dtype([
+    ("scale", "f8"), ("window", "i8"), ("activation", "i8"),
+    ("router", "i8"), ("gate_up", "i8"), ("down", "i8"),  # addresses
+    ("experts", "i8"), ("gate_up_panels", "i8"), ("down_panels", "i8"), ("inner", "i8"), ("normalises", "i8"),
+])  # fmt: skip
+_NO_EXPERTS = (0,) * 8  # fields
 
 
 @inline
@@ -120,6 +127,12 @@ def _gate_share(gate, up, kind, like, out):
         gated_products(gate[i], up[i], kind, stored, out[i])
 
 
+@inline
+def _route_share(logits, normalises, ids, weights):
+    for i in range(logits.shape[0]):
+        route_row(logits[i], normalises, ids[i], weights[i])
+
+
 @region
 def _place_rows(parts, q, k, v, q_norm, q_eps, k_norm, k_eps, cos, sin, slot_mapping, k_cache, v_cache, turned):
     if parts == 1:
@@ -153,12 +166,42 @@ def _gate_rows(parts, gate, up, kind, like, out):
             _gate_share(gate[at], up[at], kind, like, out[at])
 
 
+@region
+def _route_rows(parts, logits, normalises, ids, weights):
+    if parts == 1:
+        _route_share(logits, normalises, ids, weights)
+    else:
+        for part in prange(parts):
+            at = _share(logits.shape[0], part, parts)
+            _route_share(logits[at], normalises, ids[at], weights[at])
+
+
+@inline
+def _mix(parts, layer, x, wide, programs, ids, out):
+    """Write the sums of a layer's experts for the rows `wide` to fp32 `out`, and who they are to `ids` [rows, k]."""
+    rows, hidden = wide.shape
+    like = x[0, 0]
+    router = carray(pointer(layer.router, like), (layer.experts, hidden))
+    gate_up = carray(pointer(layer.gate_up, like), (layer.experts, layer.gate_up_panels, hidden, PANEL))
+    down = carray(pointer(layer.down, like), (layer.experts, layer.down_panels, layer.inner, PANEL))
+    logits, weights = np.empty((rows, layer.experts), np.float32), np.empty(ids.shape, np.float32)
+    chosen = np.empty(ids.shape, np.int64)
+    unpacked_product(wide, router, wide[0, :0], logits)
+    _route_rows(parts, logits, layer.normalises != 0, chosen, weights)
+    flat = weights.reshape(weights.size)
+    gated_experts(wide, x, gate_up, down, layer.inner, chosen, flat, layer.activation, programs, out)
+    ids[:] = chosen
+
+
 @inline
 def _decoder_layer(
     linears, norms, layer, cache, value_width, x, wide, cos, sin, slot_mapping, items, positions, block_tables,
-    block_table_starts, programs, total, out,
+    block_table_starts, programs, number, ids, total, out,
 ):  # fmt: skip
-    """Compute a layer of x, whose norm is fp32 `wide`, to `total`, and its following norm to `out` and to `wide`."""
+    """Compute a layer of x, whose norm is fp32 `wide`, to `total`, and its following norm to `out` and to `wide`.
+
+    ids: [rows, layers, k], where the layer, of this number, notes its experts; None where no layer has any.
+    """
     rows, hidden, dim = x.shape[0], x.shape[1], cos.shape[1]
     like = x[0, 0]
     q, k, v, o, gate, up, down = linears[0], linears[1], linears[2], linears[3], linears[4], linears[5], linears[6]
@@ -189,25 +232,29 @@ def _decoder_layer(
     _round_rows(flat, like)
     products(flat, like, _weight(o, like), no_weight, no_weight, update, nowhere, nowhere)
     _add_rows(parts, x, update, _norm_weight(middle, like), middle.eps, total, out, wide)
-    if gate.count == 0:
+    if gate.count:
+        products(wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
+        _gate_rows(parts, gate_out, up_out, layer.activation, x, gate_out)
+        products(gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
+    elif layer.experts:
+        if ids is not None:  # else numba leaves it out: it takes long to compile
+            _mix(parts, layer, x, wide, programs, ids[:, number], update)
+    else:
         return
-    products(wide, like, _weight(gate, like), _weight(up, like), no_weight, gate_out, up_out, nowhere)
-    _gate_rows(parts, gate_out, up_out, layer.activation, x, gate_out)
-    products(gate_out, like, _weight(down, like), no_weight, no_weight, update, nowhere, nowhere)
     _add_rows(parts, total, update, _norm_weight(following, like), following.eps, total, out, wide)
 
 
 @composed
 def _decoder_layers(
     x, normed, linears, norms, layers, caches, value_width, cos, sin, slot_mapping, items, positions, block_tables,
-    block_table_starts, programs, total, out,
+    block_table_starts, programs, ids, total, out,
 ):  # fmt: skip
     wide = np.empty(x.shape, np.float32)
     _widen_rows(normed, wide)
     for i in range(layers.size):
         _decoder_layer(
             linears[i], norms[i], layers[i], caches[i], value_width, total if i else x, wide, cos, sin, slot_mapping,
-            items, positions, block_tables, block_table_starts, programs, total, out,
+            items, positions, block_tables, block_table_starts, programs, i, ids, total, out,
         )  # fmt: skip
 
 
@@ -218,8 +265,8 @@ class DecoderLayers:
         entries = [[_linear_entry(*each) for each in parts.linears] for parts in layers]
         self._linears = np.array([[*of_layer, *[_NO_LINEAR] * (7 - len(of_layer))] for of_layer in entries], _LINEAR)
         self._norms = np.array([[_norm_entry(norm) for norm in parts.norms] for parts in layers], _NORM)
-        kinds = [(parts.scale, parts.window, ACTIVATIONS.index(parts.activation or "silu")) for parts in layers]
-        self._layers = np.array(kinds, _LAYER)
+        self._layers = np.array([_layer_entry(parts) for parts in layers], _LAYER)
+        self._k = max((parts.experts.k for parts in layers if parts.experts is not None), default=0)
         self._ends_in_norm = layers[-1].is_half or layers[-1].norms[1] is not None
 
     def __call__(
@@ -229,9 +276,10 @@ class DecoderLayers:
         tables: tuple[torch.Tensor, torch.Tensor],
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         layout: PagedLayout,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last layer's output and its following norm's, if there is one, [rows, hidden] in x's dtype."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the last layer's output, its following norm's and the experts chosen; see `backend.DecoderLayers`."""
         total, out = torch.empty_like(x), torch.empty_like(x)
+        ids = torch.zeros(len(x), len(self._layers), self._k, dtype=torch.int64) if self._k else None
         places = np.array([(k.data_ptr(), v.data_ptr(), len(k)) for k, v in caches])
         arrays = [*(own_storage(t.contiguous()) for t in (x, normed, *tables)), own_storage(total), own_storage(out)]
         for at, items in _parts(layout.items, len(x)):
@@ -239,9 +287,9 @@ class DecoderLayers:
             _decoder_layers(
                 given, of_norm, self._linears, self._norms, self._layers, places, caches[0][1].shape[-1], cos, sin,
                 layout.slot_mapping[at], items, layout.positions[at], layout.block_tables, layout.block_table_starts,
-                torch.get_num_threads(), *results,
+                torch.get_num_threads(), None if ids is None else ids[at].numpy(), *results,
             )  # fmt: skip
-        return total, out if self._ends_in_norm else None
+        return total, out if self._ends_in_norm else None, ids
 
 
 def _parts(items: np.ndarray, rows: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -269,6 +317,15 @@ def _linear_entry(panels: np.ndarray, features: int, bias: np.ndarray | None, lo
     addresses = _address(panels), 0 if bias is None else _address(bias), _address(down), _address(up)
     counts = len(panels), 0 if bias is None else len(bias), len(down), len(up)
     return *addresses, *counts, panels.shape[1], features, up.shape[1], scale
+
+
+def _layer_entry(parts: LayerParts) -> tuple:
+    kind = parts.scale, parts.window, ACTIVATIONS.index(parts.activation or "silu")
+    if parts.experts is None:
+        return *kind, *_NO_EXPERTS
+    router, _, normalises, gate_up, down, inner = parts.experts
+    addresses = _address(router), _address(gate_up), _address(down)
+    return *kind, *addresses, len(router), gate_up.shape[1], down.shape[1], inner, normalises
 
 
 def _norm_entry(norm: tuple[np.ndarray, float] | None) -> tuple:

@@ -140,11 +140,17 @@ def _packed_panel(weight, p):
     return panel
 
 
-@parallel
-def _linear_unpacked(x, weight, bias, out):
+@region
+def unpacked_product(x, weight, bias, out):
+    """Compute `out` = bias + x @ weight.T, in fp32."""
     for p in prange((weight.shape[0] + PANEL - 1) // PANEL):
         panel = _packed_panel(weight, p)
         panel_product(x, panel, p, bias, out, panel)
+
+
+@composed
+def _linear_unpacked(x, weight, bias, out):
+    unpacked_product(x, weight, bias, out)
 
 
 @parallel

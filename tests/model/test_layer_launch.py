@@ -1,6 +1,7 @@
 """Decoder layers in one launch: the bits of their kernels one by one, and only where it stands for them."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,13 +80,43 @@ def test_layers_in_one_launch_have_the_bits_of_their_kernels(checkpoint, family,
         assert in_single_kernels(llm, launches, monkeypatch, prompts) == found
 
 
+def experts_of(llm: LLM, prompts: list) -> list:
+    """What it generates, with each token's experts."""
+    outs = llm.generate(prompts, replace(PARAMS, routed_experts=True), use_tqdm=False)
+    return [(c.token_ids, c.logprobs, c.routed_experts.tolist()) for out in outs for c in out.completions]
+
+
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("dense", "expected"), [([], [1, 1, 1]), ([0, 1], [2, 1]), ([1], [1, 1, 1])])
-def test_a_layer_is_launched_up_to_its_experts(tmp_path, dense, expected, dtype, launches, monkeypatch):
-    """And dense layers before it whole."""
-    path = make_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=dense)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": []}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 70, "moe_intermediate_size": 40}),
+        ("mixtral", {}),
+    ],
+)
+def test_experts_in_one_launch_have_the_bits_of_their_kernels(tmp_path, family, settings, dtype, launches, monkeypatch):
+    path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=LAYERS, **settings)
     llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**24)
+    for number, tokens in ((1, 3), (3, 3), (70, 5)):
+        prompts = [[5, 7, *[11 + i] * (tokens - 2)] for i in range(number)]
+        launches.clear()
+        found = experts_of(llm, prompts)
+        assert (LAYERS, number) in launches
+        assert {count for count, _ in launches} == {LAYERS}
+        llm.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            without_launches(patch)
+            assert experts_of(llm, prompts) == found
+
+
+@pytest.mark.parametrize(("dense", "expected"), [([], [1, 1, 1]), ([0, 1], [2, 1]), ([1], [1, 1, 1])])
+def test_a_layer_is_launched_up_to_what_is_more_than_experts(tmp_path, dense, expected, launches, monkeypatch):
+    """Here with one that all tokens share. Dense layers before it are launched whole."""
+    path = make_checkpoint(tmp_path / "model", "qwen2_moe", num_hidden_layers=LAYERS, mlp_only_layers=dense)
+    llm = LLM(path, kv_cache_memory_bytes=2**24)
     launches.clear()
     found = generate(llm)
     assert [count for count, _ in launches] == expected * (len(launches) // len(expected))
@@ -181,11 +212,13 @@ def test_a_stage_launches_the_layers_that_are_its_own(checkpoint, layers, launch
     assert launches[-1][0] == layers[1] - layers[0]
 
 
-def test_a_hook_sees_its_module_and_the_others_keep_their_launches(checkpoint, launches):
-    llm = LLM(checkpoint("llama", num_hidden_layers=LAYERS), kv_cache_memory_bytes=2**22)
+@pytest.mark.parametrize(("family", "part"), [("llama", "up_proj"), ("qwen3_moe", "gate"), ("qwen3_moe", "experts")])
+def test_a_hook_sees_its_module_and_the_others_keep_their_launches(tmp_path, family, part, launches):
+    path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=LAYERS, mlp_only_layers=[])
+    llm = LLM(path, kv_cache_memory_bytes=2**22)
     expected = generate(llm)
     seen = []
-    handle = layers_of(llm)[1].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call))
+    handle = getattr(layers_of(llm)[1].mlp, part).register_forward_hook(lambda *call: seen.append(call))
     llm.reset_prefix_cache()
     launches.clear()
     assert generate(llm) == expected
@@ -225,8 +258,8 @@ def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, launche
 
     class Wrong(cpu.decoder_layers):  # the counted one
         def __call__(self, *args):
-            total, normed = super().__call__(*args)
-            return torch.nextafter(total, total + 1), normed
+            total, *rest = super().__call__(*args)
+            return torch.nextafter(total, total + 1), *rest
 
     monkeypatch.setattr(cpu, "decoder_layers", Wrong)
     launches.clear()
@@ -247,14 +280,22 @@ def test_layers_called_in_another_order_are_an_error(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("updates", [1, 2])  # the second takes the memory that the first one replaced
-@pytest.mark.parametrize("part", ["bias", "layernorm.weight", "model.norm.weight", "proj.weight"])
-def test_a_launch_follows_an_update_of_what_it_was_read_from(checkpoint, part, updates, dtype, launches, monkeypatch):
-    path = checkpoint("qwen2")
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        *[("qwen2", part) for part in ("bias", "layernorm.weight", "model.norm.weight", "proj.weight")],
+        *[("qwen3_moe", part) for part in ("mlp.gate.weight", "gate_up_proj", "down_proj")],
+    ],
+)
+def test_a_launch_follows_an_update_of_what_it_was_read_from(
+    checkpoint, family, part, updates, dtype, launches, monkeypatch
+):
+    path = checkpoint(family)
     llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**22)
     before = generate(llm)
     state = AutoModelForCausalLM.from_pretrained(path).state_dict()
     for _ in range(updates):
-        llm.update_weights((name, tensor + 0.1 if name.endswith(part) else tensor) for name, tensor in state.items())
+        llm.update_weights((name, tensor.cos() if name.endswith(part) else tensor) for name, tensor in state.items())
     launches.clear()
     found = generate(llm)
     assert launches and found != before
