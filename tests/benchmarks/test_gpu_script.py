@@ -54,6 +54,7 @@ def precompile(*options: str, change: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_calls_that_are_compiled_ahead_fit_the_kernels():
     """Each is bound as a launch binds it; nothing is compiled. A control calls a kernel as it was called once."""
     whole, tiny = precompile(), precompile("--tiny")

@@ -33,6 +33,7 @@ def test_a_dead_stage_costs_no_request(stages, paths, expected, stage):
     assert stages.failure is None
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies_at_the_commit_comes_back_with_the_new_weights(stages, paths, expected, monkeypatch):
     """Its other stage has them, and no process has both: the whole replica starts again."""
     before = stages.update_weights(paths[0])

@@ -120,7 +120,8 @@ def send(llm, model, timeout: float = 5.0) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize("verb", [pytest.param("join_weight_group", marks=pytest.mark.slow), "receive_tensors"])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["join_weight_group", "receive_tensors"])
 def test_a_replica_that_dies_in_a_weight_group_takes_the_update_with_it(pair, paths, expected, verb, monkeypatch):
     version = pair.update_weights(paths[0])
     assert send(pair, exact_model(paths[1])) == version + 1
@@ -268,6 +269,7 @@ def test_files_that_change_while_replicas_read_them_are_no_update(pair, paths, t
     assert bits(generate(pair)) == expected[0]
 
 
+@pytest.mark.slow
 def test_a_new_replica_gets_weights_that_only_others_have(pair, paths, expected):
     version = pair.update_weights(exact_model(paths[1]))  # from a trainer: no directory to read
     faults.kill(pair.engine.replicas[1])

@@ -103,6 +103,7 @@ def test_a_request_does_not_wait_for_news_of_busy_replicas(server, client, paths
     assert bits(late[0]) == expected[0]
 
 
+@pytest.mark.slow
 def test_a_paused_server_makes_its_replicas_pause(server, client, expected):
     before = server.llm.stats().generation_tokens
     server.ok("/pause_generation", {"mode": "in_place"})

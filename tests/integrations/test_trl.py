@@ -305,7 +305,7 @@ def bend(row, token):
     return patch.object(ExactGeneration, "generate", generate)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_one_bit_of_one_token_is_found_and_named(path, tmp_path, kind):
     trainer = trl_run.make(kind, path, tmp_path)
     before = [p.detach().clone() for p in trainer.model.parameters()]

@@ -542,7 +542,10 @@ def test_negative_control_with_other_experts_bits_differ(tmp_path, experts):
 
 @pytest.mark.parametrize(
     "module",
-    [None, "model.layers.2.mlp.experts", pytest.param("model.layers.2.mlp.gate", marks=pytest.mark.slow)],
+    [
+        *[pytest.param(m, marks=pytest.mark.slow) for m in (None, "model.layers.2.mlp.gate")],
+        "model.layers.2.mlp.experts",
+    ],
 )
 def test_verify_passes_and_names_a_fault_in_experts_or_router(tmp_path, module):
     report = verify(make_family(tmp_path, "qwen3_moe"), plant_fault=module, use_tqdm=False)

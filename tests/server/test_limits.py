@@ -353,10 +353,10 @@ def longest_waits(url: str, request) -> tuple[dict[str, float], list]:
     return {route: max(seen) for route, seen in waits.items()}, results
 
 
-LONG = pytest.param("a cumulative stream", marks=pytest.mark.slow)
+LONG = "a cumulative stream", "alternatives", "small prompts"
 
 
-@pytest.mark.parametrize("case", [LONG if case in LONG.values else case for case in HEAVY])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in HEAVY])
 def test_while_any_one_request_is_served_others_wait_less_than_a_second(server, monkeypatch, case):
     route, body = HEAVY[case]
     content = json.dumps(body).encode()

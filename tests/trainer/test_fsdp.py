@@ -140,7 +140,7 @@ def test_three_rounds_of_training_stay_equal_and_repeat(checkpoint, tmp_path, wo
 
 @pytest.mark.parametrize(
     ("dtype", "master"),
-    [("float32", False), pytest.param("bfloat16", False, marks=pytest.mark.slow), ("bfloat16", True)],
+    [*[pytest.param(dtype, False, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")], ("bfloat16", True)],
 )
 def test_three_rounds_of_training_an_adapter_stay_equal(checkpoint, tmp_path, dtype, master):
     """Sharded with its base; updates bring the adapter alone. An adapter in fp32 on a base in bf16, too.

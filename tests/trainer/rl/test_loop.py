@@ -247,7 +247,7 @@ def test_on_policy_every_ratio_of_the_first_update_is_exactly_one(tiny, mode, mi
 @pytest.mark.parametrize(
     "changes",
     [
-        {"minibatches": 2, "kl_coef": 0.1},
+        pytest.param({"minibatches": 2, "kl_coef": 0.1}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "activation_checkpointing": True},
         pytest.param({"dtype": "float16", "minibatches": 2}, marks=pytest.mark.slow),
         {"algorithm": "rloo", "mode": "decoupled", "correction": preset("token_tis"), "filter_uniform": True},

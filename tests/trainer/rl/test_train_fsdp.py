@@ -167,6 +167,7 @@ def test_a_mixture_on_two_ranks_resumes_to_the_bit(tmp_path):
         assert a["grad_norm"] == b["grad_norm"]
 
 
+@pytest.mark.slow
 def test_staleness_over_two_ranks_keeps_the_bits(tiny, tmp_path):
     (whole, *_), _ = trained(2, tiny, tmp_path / "run", "fit_in_parts", staleness=1)
     assert max(m["max_staleness"] for m in whole) == 1 and all(m["max_difference"] == 0 for m in whole)
@@ -204,7 +205,7 @@ def test_ranks_end_in_peace_when_gloos_threads_are_late(tiny, tmp_path):
     ("through", "engine"),
     [
         ("process group", {}),
-        ("directory", {}),
+        pytest.param("directory", {}, marks=pytest.mark.slow),
         pytest.param("directory", {"replicas": 2}, marks=pytest.mark.slow),
         pytest.param("process group", {"replicas": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
