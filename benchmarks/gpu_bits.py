@@ -282,7 +282,8 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
             report["differ"].append(f"{name} {dtype} {settings}: {str(error)[:200]}")
         report["schedules"] += 1
 
-    pairs = [*((family, "bfloat16") for family in CONFIGS), ("qwen3", "float16"), ("llama", "float32")]
+    families = *CONFIGS, "qwen3_moe", "glm4_moe"
+    pairs = [*((family, "bfloat16") for family in families), ("qwen3", "float16"), ("llama", "float32")]
     for family, dtype in pairs if cases else ():
         path = make_checkpoint(pathlib.Path(folder) / f"{family}-{dtype}", family)
         model = exact_model(path, dtype, device)
