@@ -184,13 +184,19 @@ def _read_norm(places: Places, place: tuple[nn.Module, str], dtype: torch.dtype)
     return _array(places.parameter(norm, "weight"), dtype), norm.variance_epsilon
 
 
-def _read_experts(places: Places, mixture: FusedMixture, dtype: torch.dtype) -> ExpertParts:
-    router, experts = places.module(mixture, "gate"), places.module(mixture, "experts")
+def _read_experts(places: Places, mlp: Any, dtype: torch.dtype) -> ExpertParts | None:
+    """Return what a launch takes of a block of experts; None for an MLP that is left to its module."""
+    if not isinstance(mlp, FusedMixture):
+        return None
+    router, experts = places.module(mlp, "gate"), places.module(mlp, "experts")
     gate_up, down = (places.passing(vars(experts), name) for name in WEIGHTS)
-    if not isinstance(router, FusedRouter) or gate_up is None or gate_up.panels.dtype != dtype:
-        raise _SeveralLaunchesError
-    weight, k = _array(places.parameter(router, "weight"), dtype), cast(Any, router).routing.top_k
-    return ExpertParts(weight, k, router.normalises, gate_up.memory, down.memory, gate_up.features // 2)
+    if not isinstance(router, FusedRouter) or gate_up is None:
+        return None
+    weight = places.parameter(router, "weight")
+    if (weight.dtype, gate_up.panels.dtype) != (dtype, dtype):
+        return None
+    k = cast(Any, router).routing.top_k
+    return ExpertParts(_array(weight, dtype), k, router.normalises, gate_up.memory, down.memory, gate_up.features // 2)
 
 
 def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
@@ -199,7 +205,7 @@ def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     if not isinstance(attention, FusedAttention):
         raise _SeveralLaunchesError
     dense = type(mlp) is ExactMLP
-    experts = _read_experts(places, mlp, dtype) if isinstance(mlp, FusedMixture) else None
+    experts = _read_experts(places, mlp, dtype)
     whole = dense or experts is not None
     following = places.attribute(vars(layer), "following") if whole else ()
     heads = ["q_norm", "k_norm"] if "q_norm" in attention._modules else []
@@ -233,7 +239,8 @@ def _read_launch(layer: Any, device: torch.device, dtype: torch.dtype) -> _Launc
             found = _read_layer(here, layer, dtype)
         except _SeveralLaunchesError:
             break
-        if layers and found.is_half:
+        chosen = {each.experts.k for each in (*parts, found) if each.experts is not None}
+        if layers and (found.is_half or len(chosen) > 1):
             break
         parts.append(found)
         places.append(here)
@@ -390,7 +397,7 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
             each.__class__ = FusedNorm
     for router in filter(calls.get, routing):
         _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
-    for mixture in mixtures:
+    for mixture in filter(calls.get, mixtures):
         _fuse_if_equal(mixture, FusedMixture, calls[mixture])
     for layer in base.layers:
         if hasattr(layer, "self_attn"):

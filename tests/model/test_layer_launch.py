@@ -123,6 +123,15 @@ def test_a_layer_is_launched_up_to_what_is_more_than_experts(tmp_path, dense, ex
     assert in_single_kernels(llm, launches, monkeypatch) == found
 
 
+def test_layers_whose_tokens_meet_more_or_fewer_experts_are_not_one_launch(tmp_path, launches):
+    path = make_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[])
+    model = exact_model(path)
+    router = model.model.layers[2].mlp.gate
+    router.top_k, router.routing = 1, replace(router.routing, top_k=1)
+    prepare_rollout(model)  # compares its bits
+    assert launches[-1][0] == 1 and launches[-2][0] == 2
+
+
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("dtype", "adapted"), [("float32", False), ("bfloat16", True)])
 def test_launches_of_groups_that_share_reads_and_draft_have_the_bits_of_their_kernels(
@@ -315,17 +324,31 @@ def test_a_launch_follows_an_update_of_the_adapter(checkpoint, dtype, launches, 
         assert in_single_kernels(llm, launches, monkeypatch) == found
 
 
-def test_a_launch_follows_a_module_that_takes_another_s_place(checkpoint, launches):
-    llm = LLM(checkpoint("llama", num_hidden_layers=LAYERS), kv_cache_memory_bytes=2**22)
+class Around(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "counts"),
+    [("llama", "up_proj", {2}), ("qwen3_moe", "gate", {1, 2}), ("qwen3_moe", "experts", {1, 2})],
+)
+def test_a_launch_follows_a_module_that_takes_another_s_place(tmp_path, family, part, counts, launches):
+    path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=LAYERS, mlp_only_layers=[])
+    llm = LLM(path, kv_cache_memory_bytes=2**22)
     expected = generate(llm)
     mlp = layers_of(llm)[0].mlp
-    own = mlp.up_proj
-    mlp.up_proj = torch.nn.Sequential(own)
+    own = getattr(mlp, part)
+    setattr(mlp, part, Around(own))
     llm.reset_prefix_cache()
     launches.clear()
     assert generate(llm) == expected
-    assert {count for count, _ in launches} == {LAYERS - 1}
-    mlp.up_proj = own
+    assert {count for count, _ in launches} == counts
+    setattr(mlp, part, own)
     llm.reset_prefix_cache()
     launches.clear()
     assert generate(llm) == expected
