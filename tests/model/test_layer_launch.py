@@ -123,13 +123,17 @@ def test_a_layer_is_launched_up_to_what_is_more_than_experts(tmp_path, dense, ex
     assert in_single_kernels(llm, launches, monkeypatch) == found
 
 
-def test_layers_whose_tokens_meet_more_or_fewer_experts_are_not_one_launch(tmp_path, launches):
+@pytest.mark.parametrize("change", ["another number a token", "a router in fp32"])
+def test_experts_of_another_kind_than_those_before_them_are_not_of_their_launch(tmp_path, change, launches):
     path = make_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[])
-    model = exact_model(path)
+    model = exact_model(path, "bfloat16")
     router = model.model.layers[2].mlp.gate
-    router.top_k, router.routing = 1, replace(router.routing, top_k=1)
+    if change == "a router in fp32":
+        router.float()
+    else:
+        router.top_k, router.routing = 1, replace(router.routing, top_k=1)
     prepare_rollout(model)  # compares its bits
-    assert launches[-1][0] == 1 and launches[-2][0] == 2
+    assert [count for count, _ in launches[-2:]] == [2, 1]
 
 
 @pytest.mark.usefixtures("two_threads")
