@@ -11,7 +11,7 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5880,
+    "engine + scheduler + model": 5900,
     "cluster": 930,
     "trainer": 620,
     "trainer/rl": 1080,

@@ -185,15 +185,15 @@ def _read_norm(places: Places, place: tuple[nn.Module, str], dtype: torch.dtype)
 
 
 def _read_experts(places: Places, mlp: Any, dtype: torch.dtype) -> ExpertParts | None:
-    """Return what a launch takes of a block of experts; None for an MLP that is left to its module."""
+    """Return what a launch takes of a block of experts; None for another MLP, or if it is left to its module."""
     if not isinstance(mlp, FusedMixture):
         return None
     router, experts = places.module(mlp, "gate"), places.module(mlp, "experts")
     gate_up, down = (places.passing(vars(experts), name) for name in WEIGHTS)
-    if not isinstance(router, FusedRouter) or gate_up is None:
+    if not isinstance(router, FusedRouter) or gate_up is None or down is None:
         return None
     weight = places.parameter(router, "weight")
-    if (weight.dtype, gate_up.panels.dtype) != (dtype, dtype):
+    if {weight.dtype, gate_up.panels.dtype, down.panels.dtype} != {dtype}:
         return None
     k = cast(Any, router).routing.top_k
     return ExpertParts(_array(weight, dtype), k, router.normalises, gate_up.memory, down.memory, gate_up.features // 2)
@@ -396,7 +396,9 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
     for router in filter(calls.get, routing):
-        _fuse_if_equal(router, FusedRouter, calls[router]) or _fuse_if_equal(router, PlainRouter, calls[router])
+        if router.routing.top_k < router.routing.num_experts:  # else the sum of all is 1, but for rare roundings
+            call = _with_even_scores(calls[router])
+            _fuse_if_equal(router, FusedRouter, call) or _fuse_if_equal(router, PlainRouter, call)
     for mixture in filter(calls.get, mixtures):
         _fuse_if_equal(mixture, FusedMixture, calls[mixture])
     for layer in base.layers:
@@ -409,6 +411,14 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
             layer.following = following[1]
             layer.continued = following[0] is not norm and calls[following[0]].like(calls[layer])
         following = (layer, (layer, "input_layernorm")) if fused else ()
+
+
+def _with_even_scores(call: _Call) -> _Call:
+    """Return a router's call with rows added whose scores are even: where one has all, many forms agree."""
+    if not call.args:
+        return call
+    hidden, *rest = call.args
+    return call._replace(args=(torch.cat((hidden, torch.zeros_like(hidden)), -2), *rest))
 
 
 def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _Call]:

@@ -476,6 +476,7 @@ def test_routers_are_what_chooses_experts(tmp_path):
     [
         ("qwen3_moe", {}, FusedRouter),
         ("qwen3_moe", {"norm_topk_prob": False}, PlainRouter),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 7}, None),  # whose weights' sum is 1 anyhow
         ("qwen2_moe", {}, PlainRouter),  # in a block that runs under the mode
         ("mixtral", {}, FusedRouter),
         ("granitemoe", {}, None),  # a softmax of the chosen
@@ -501,6 +502,15 @@ def test_a_router_is_fused_only_where_the_form_is_its_own(tmp_path, family, sett
                 caches = new_kv_caches(model, layout.num_blocks)
                 found.append((hidden_states(model, given, layout, caches, routed_experts=routed), routed.noted))
             assert all(map(torch.equal, *found))
+
+
+def test_routers_whose_scores_go_to_few_experts_show_their_form_with_even_ones(tmp_path):
+    """Where the softmax gives all to one expert, a sum of the largest changes no bit."""
+    model = exact_model(make_family(tmp_path, "qwen3_moe", norm_topk_prob=False))
+    for router in routers(model).values():
+        router.weight.data *= 1e6
+    prepare_rollout(model)
+    assert {type(router).__mro__[1] for router in routers(model).values()} == {PlainRouter}
 
 
 def run_checks(model):
