@@ -11,7 +11,7 @@ from ..kernels import ops
 from ..model import attention
 from ..model.exact import LMHead
 from ..model.paged import group_size, hidden_states, new_kv_caches, random_input
-from ..model.rollout import prepare_rollout
+from ..model.rollout import forget_steps, prepare_rollout
 from ..model.routing import KEYWORD, RoutedExperts, new_routing_cache
 from .cuda_graphs import StepGraphs
 from .planner import Plan
@@ -60,7 +60,8 @@ class ModelRunner:
         self.release()
 
     def release(self) -> None:
-        """Give free memory back to the device, and forget graphs, whose KV or weights have gone."""
+        """Give free memory back to the device, and forget launches and graphs, whose KV or weights have gone."""
+        forget_steps(self.model)
         if self.graphs is not None:
             self.graphs.clear()
         if self.model.device.type == "cuda":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -482,6 +483,15 @@ def without_low_ranks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, low_rank in zip(linears, before, strict=True):
             module.low_rank = low_rank
+
+
+def forget_steps(model: PreTrainedModel) -> None:
+    """Let go of what steps left in a model: launches, which hold parameters, and the record of its experts."""
+    for module in model.modules():
+        if isinstance(module, FusedLayer):
+            module._last_launch = None
+    for router in routers(model).values():
+        router.routing = replace(router.routing, choose=None)
 
 
 def prepare_rollout(model: PreTrainedModel) -> None:

@@ -9,6 +9,7 @@ import pytest
 from samebits import LLM, SamplingParams
 from samebits.engine.expert_reader import ExpertReader
 from samebits.engine.sampling_params import RequestOutputKind
+from samebits.model.routing import routers
 from samebits.trainer import exact_model
 
 from helpers.families import BEFORE_5_13
@@ -242,12 +243,16 @@ def test_a_model_without_experts_and_wrong_settings_are_refused(models, checkpoi
 
 
 def test_they_outlive_the_kv_cache(models):
+    """Their record goes with it: no router keeps the last step's."""
     path, model = models("qwen3_moe")
     llm = LLM(path, kv_cache_memory_bytes=1 << 20)
     params = SamplingParams(max_tokens=9, seed=1, routed_experts=True, ignore_eos=True)
     request = llm.add_request([7, 8, 9], params)
     llm.step()
+    found = routers(llm.engine.executor.workers[0].model).values()
+    assert all(router.routing.choose for router in found)
     llm.sleep()
+    assert not any(router.routing.choose for router in found)
     llm.wake_up()
     while llm.has_unfinished_requests():
         found = {out.request_id: out for out in llm.step()}
