@@ -318,7 +318,7 @@ def test_negative_control_a_wrong_draft_that_is_accepted_is_noticed(checkpoint, 
         check_results(models, requests, results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_draft_of_a_token_without_finite_values_harms_no_request(checkpoint, dtype):
     """Its sequence never has it, and may not be failed for it."""
     path = checkpoint("qwen3")
