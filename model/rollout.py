@@ -397,8 +397,9 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
     for router in filter(calls.get, routing):
-        if router.routing.top_k < router.routing.num_experts:  # else the sum of all is 1, but for rare roundings
-            call = _with_even_scores(calls[router])
+        call, routed = calls[router], router.routing
+        if call.args and routed.top_k < routed.num_experts:  # else the sum of all is 1, but for rare roundings
+            call = _with_even_scores(call)
             _fuse_if_equal(router, FusedRouter, call) or _fuse_if_equal(router, PlainRouter, call)
     for mixture in filter(calls.get, mixtures):
         _fuse_if_equal(mixture, FusedMixture, calls[mixture])
@@ -416,8 +417,6 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
 
 def _with_even_scores(call: _Call) -> _Call:
     """Return a router's call with rows added whose scores are even: where one has all, many forms agree."""
-    if not call.args:
-        return call
     hidden, *rest = call.args
     return call._replace(args=(torch.cat((hidden, torch.zeros_like(hidden)), -2), *rest))
 
