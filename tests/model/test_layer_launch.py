@@ -265,8 +265,9 @@ def test_a_hook_between_two_layers_sees_the_second_s_input(checkpoint, before, l
     assert torch.allclose(seen[0].reshape(states.shape), states, atol=1e-3)
 
 
-def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, launches, monkeypatch):
-    path = checkpoint("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_negative_control_a_launch_of_other_bits_is_not_used(checkpoint, family, launches, monkeypatch):
+    path = checkpoint(family)
     expected = generate(LLM(path, kv_cache_memory_bytes=2**22))
 
     class Wrong(cpu.decoder_layers):  # the counted one
