@@ -3,7 +3,7 @@
 Without fast-math LLVM may vectorise a loop only where that changes no bit, so the source's order of IEEE-754
 operations *is* the reduction tree. The cache folder is keyed by a hash of every kernel source: numba itself looks at
 one file only, and a stale object file must not outlive a change to a function that was inlined into it. Processes take
-turns at a kernel, so that each is compiled once: the others find it in the cache.
+turns at a kernel and its types, so that each is compiled once: the others find it in the cache.
 """
 
 import hashlib
@@ -42,18 +42,21 @@ def _cache_folder():
 def _compile(function, **options):
     with _cache_folder():
         compiled = numba.njit(cache=True, error_model="numpy", nogil=True, **options)(function)
-    folder = pathlib.Path(compiled._cache.cache_path)  # numba has no hook for this, nor for what follows
-    compiled.compile = _in_turn(compiled.compile, FileLock(folder / f"{function.__qualname__}.lock"))
-    return compiled
+    cache = compiled._cache  # numba has no hook for what follows
+    path = pathlib.Path(cache.cache_path) / function.__qualname__
+    compile_or_load, save = compiled.compile, cache.save_overload
 
-
-def _in_turn(compile_or_load, lock):
-    @wraps(compile_or_load)
-    def call(signature):
-        with global_compiler_lock, lock:  # in this order: other kernels are compiled, in their turn, within this one
+    def compile_in_turn(signature):
+        types = hashlib.sha256(str(signature).encode()).hexdigest()[:16]
+        with global_compiler_lock, FileLock(f"{path}-{types}.lock"):  # in this order: compilations nest
             return compile_or_load(signature)
 
-    return call
+    def save_in_turn(signature, result):
+        with FileLock(f"{path}.lock"):  # of all signatures: their index is read, then written with one more
+            save(signature, result)
+
+    compiled.compile, cache.save_overload = compile_in_turn, save_in_turn
+    return compiled
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:

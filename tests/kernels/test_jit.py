@@ -1,11 +1,17 @@
 """The cache of compiled kernels, when processes fill it at the same time."""
 
 import multiprocessing
+import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 from samebits.kernels.cpu import jit
+
+DTYPES = (np.int16, np.uint16)
+IN_TURN = pytest.mark.parametrize("in_turn", [True, False], ids=["in-turn", "control"])
 
 
 def total(values):
@@ -19,32 +25,65 @@ def largest(values):
     return values.max()
 
 
-def compile_kernel(barrier, in_turn, misses):
-    """Compile a kernel for two dtypes while another process does; report how often it wasn't in the cache."""
+def compile_kernel(dtypes, barrier, in_turn, together, misses):
+    """Compile a kernel for these dtypes while another process does; report how often it wasn't in the cache.
+
+    together: in each process another dtype, which waits until the other process compiles, too.
+    """
     if not in_turn:
-        jit._in_turn = lambda compile_or_load, lock: compile_or_load
+        jit.FileLock = nullcontext
     jit.serial(largest)(np.ones(2))  # what numba does once in a process
     kernel = jit.serial(total)
-    for dtype in (np.int16, np.uint16):
+    if together:
+        compile_types, read_index = kernel._compiler.compile, IndexDataCacheFile._load_index
+
+        def compile_beside_the_other(*args):
+            barrier.wait(60)
+            return compile_types(*args)
+
+        def read_slowly(index):
+            found = read_index(index)
+            time.sleep(0.3)
+            return found
+
+        kernel._compiler.compile, IndexDataCacheFile._load_index = compile_beside_the_other, read_slowly
+    for dtype in dtypes:
         barrier.wait(60)
         kernel(np.ones(2, dtype))
     misses.put(sum(kernel.stats.cache_misses.values()))
 
 
-@pytest.mark.parametrize("in_turn", [True, False], ids=["in-turn", "control"])
-def test_processes_compile_a_kernel_once(in_turn, tmp_path, monkeypatch):
-    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
+def misses_of_two_processes(first, second, *args):
     context = multiprocessing.get_context("fork")
     barrier, misses = context.Barrier(2), context.SimpleQueue()
-    processes = [context.Process(target=compile_kernel, args=(barrier, in_turn, misses)) for _ in range(2)]
+    processes = [
+        context.Process(target=compile_kernel, args=(dtypes, barrier, *args, misses)) for dtypes in (first, second)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
-    seen = misses.get() + misses.get()
+    return misses.get() + misses.get()
+
+
+def misses_of_a_third():
+    kernel = jit.serial(total)
+    for dtype in DTYPES:
+        assert kernel(np.ones(2, dtype)) == 2.0
+    return sum(kernel.stats.cache_misses.values())
+
+
+@IN_TURN
+def test_processes_compile_a_kernel_once(in_turn, tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
+    seen = misses_of_two_processes(DTYPES, DTYPES, in_turn, False)
     assert seen == 2 if in_turn else seen > 2
-    again = jit.serial(total)
-    for dtype in (np.int16, np.uint16):
-        assert again(np.ones(2, dtype)) == 2.0
-    assert not in_turn or not again.stats.cache_misses
+    assert not in_turn or not misses_of_a_third()
+
+
+@IN_TURN
+def test_processes_compile_a_kernel_for_two_dtypes_at_once_and_save_both(in_turn, tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
+    assert misses_of_two_processes(DTYPES[:1], DTYPES[1:], in_turn, True) == 2
+    assert misses_of_a_third() == (0 if in_turn else 1)
