@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import ExpertPlan
-from .dispatch import apply, backend, outside_modes
+from .dispatch import backend
+from .modes import apply, outside_modes
 
 
 @dataclass

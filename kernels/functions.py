@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import UNARY
-from .dispatch import apply, backend, outside_modes
+from .dispatch import backend
+from .modes import apply, outside_modes
 
 
 class _Unary(torch.autograd.Function):

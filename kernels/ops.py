@@ -22,7 +22,6 @@ from .backend import Sampled as Sampled
 from .backend import Scores as Scores
 from .dispatch import BACKENDS as BACKENDS
 from .dispatch import DTYPES as DTYPES
-from .dispatch import apply, outside_modes
 from .dispatch import backend as backend
 from .dispatch import parse_device as parse_device
 from .experts import PackedExperts as PackedExperts
@@ -32,6 +31,7 @@ from .functions import sigmoid as sigmoid
 from .layout import LayoutTensors as LayoutTensors
 from .layout import PagedLayout as PagedLayout
 from .layout import to_device as to_device
+from .modes import apply, outside_modes
 
 # --- linear ---------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..backend import ExpertParts, LayerParts
-from ..dispatch import outside_modes
 from ..layout import PagedLayout
+from ..modes import outside_modes
 from .attention import attention
 from .elementwise import add_rms_norm, gated_activation
 from .experts import packed_experts
