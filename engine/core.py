@@ -156,7 +156,7 @@ class EngineCore(WorkerEngine):
         if not batch.sequences:
             return False
         start = time.perf_counter()
-        plan, rows = self.planner.plan(batch, self.scheduler.block_copies)
+        plan, rows = self.planner.plan(batch, self.scheduler.blocks.copies)
         try:
             result = self.executor.submit(plan)
             self._model_seconds += time.perf_counter() - start

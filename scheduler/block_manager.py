@@ -32,6 +32,7 @@ class BlockManager:
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of eviction
+        self.copies: list[tuple[int, int]] = []  # (source, destination), due before the next step's writes
 
     @property
     def num_free(self) -> int:
@@ -127,10 +128,10 @@ class BlockManager:
                 seq.block_table[i] = self._share(known)
                 self._drop(block)
 
-    def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` start from all of `parent`'s KV: full blocks shared, the last partial one copied.
 
-        Returns (source, destination) of the copy, or None where no copy is needed. Needs one free block then.
+        The copy needs one free block. Until it is made its source is kept, even where `parent` ends before.
         """
         assert not child.block_table and parent.num_cached_tokens == child.num_tokens
         full = parent.num_cached_tokens // self.block_size
@@ -138,13 +139,22 @@ class BlockManager:
         child.block_hashes = list(parent.block_hashes)
         child.num_cached_tokens = parent.num_cached_tokens
         child.stale_kv = parent.stale_kv
-        if parent.num_cached_tokens % self.block_size == 0:
-            return None
-        child.block_table.append(self._new_block())
-        return parent.block_table[full], child.block_table[-1]
+        if parent.num_cached_tokens % self.block_size:
+            child.block_table.append(self._new_block())
+            self.copies.append((self._share(parent.block_table[full]), child.block_table[-1]))
+
+    def end_copies(self) -> None:
+        """Record that a step was submitted, which makes the copies."""
+        self._drop_copies(self.copies)
+
+    def _drop_copies(self, copies: list[tuple[int, int]]) -> None:
+        for source, _ in copies:
+            self._drop(source)
+        self.copies = [copy for copy in self.copies if copy not in copies]
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence; later blocks are evicted before those that they build on."""
+        self._drop_copies([copy for copy in self.copies if copy[1] in seq.block_table])
         for block in reversed(seq.block_table):
             self._drop(block)
         seq.block_table = []

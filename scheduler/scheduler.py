@@ -107,7 +107,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self._ranks: tuple[list[Sequence], list[Sequence]] | None = None  # of those that run, until these change
         self.num_waiting = 0
-        self.block_copies: list[tuple[int, int]] = []  # (source, destination), due before the next step's writes
         self.stats = SchedulerStats()
 
     @property
@@ -298,7 +297,7 @@ class Scheduler:
         Moves the counters, publishes full blocks and starts the siblings of prompts that are complete. Returns the
         sequences that sample a token in this step, each followed by its siblings.
         """
-        self.block_copies.clear()
+        self.blocks.end_copies()
         self.stats.steps += 1
         for seq in batch.sequences:
             prompt_left = seq.num_prompt_tokens - seq.num_cached_tokens
@@ -329,9 +328,7 @@ class Scheduler:
         seq.siblings = []
         for sibling in siblings:
             if len(self.running) < self.max_num_seqs and self.blocks.num_free:
-                copy = self.blocks.fork(seq, sibling)
-                if copy is not None:
-                    self.block_copies.append(copy)
+                self.blocks.fork(seq, sibling)
                 self._run(sibling)
             else:
                 self._queue(sibling)
@@ -376,6 +373,4 @@ class Scheduler:
                 seq.stale_kv = True
             else:
                 self._requeue(seq)
-        if not self.running:
-            self.block_copies.clear()
         self.blocks.reset_prefix_cache(salt)

@@ -57,7 +57,7 @@ def test_abort_right_after_the_siblings_started_leaves_no_copy_that_hurts(shared
     kept = llm.add_request(prompt_of(50, 1), params)
     gone = llm.add_request(prompt_of(40, 2), SamplingParams(n=3, max_tokens=20))
     llm.step()
-    assert llm.engine.scheduler.block_copies
+    assert llm.engine.scheduler.blocks.copies
     assert llm.abort(gone)
     late = llm.add_request(prompt_of(60, 3), params)
     last = run_all(llm)

@@ -1,5 +1,6 @@
 """Ctrl-C and errors lose nothing and harm no other request."""
 
+import dataclasses
 import functools
 import signal
 
@@ -12,6 +13,27 @@ from helpers.engines import PROMPT, assert_idle, check, copy_of, engine, generat
 from helpers.faults import ctrl_c, fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_step_that_fails_after_its_writes_changes_no_bit_of_the_next(checkpoint, monkeypatch):
+    """A sample that ends by its first token leaves a block that its sibling's copy still needs."""
+    llm = engine(checkpoint("llama"), async_scheduling=False)
+    params = SamplingParams(n=2, max_tokens=12, seed=1, ignore_eos=True)
+    first = generate(llm, [prompt_of(20, 1)], params)[0].completions[0].token_ids[0]
+    params = dataclasses.replace(params, stop_token_ids=[first])
+    expected = generate(llm, [prompt_of(20, 1)], params)[0]
+    assert len(expected.completions[0].token_ids) == 1 < len(expected.completions[1].token_ids)
+    llm = engine(checkpoint("llama"), async_scheduling=False)
+    kept = llm.add_request(prompt_of(20, 1), params)
+    llm.step()
+    assert llm.engine.scheduler.blocks.copies
+    other = llm.add_request(prompt_of(20, 2), params)
+    faults.after_step(monkeypatch, llm, fail(RuntimeError("out of luck")), at=1)
+    with pytest.raises(RuntimeError):
+        llm.step()
+    last = run_all(llm)
+    assert pairs(last[kept]) == pairs(expected)
+    assert pairs(last[other]) == pairs(generate(llm, [prompt_of(20, 2)], params)[0])
 
 
 LOOP_FAILURES = {

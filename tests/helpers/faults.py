@@ -54,6 +54,20 @@ def before_step(monkeypatch, llm, fault, at: int | None = None) -> None:
     before(monkeypatch, llm.engine.executor, "submit", fault, at)
 
 
+def after_step(monkeypatch, llm, fault, at: int) -> None:
+    """fault(plan) comes when the workers have computed step number `at` (from now, from 1), before the engine knows."""
+    submit = llm.engine.executor.submit
+    calls = iter(range(1, 10**9))
+
+    def call(plan):
+        result = submit(plan)
+        if next(calls) == at:
+            fault(plan)
+        return result
+
+    monkeypatch.setattr(llm.engine.executor, "submit", call)
+
+
 def after_queueing(monkeypatch, llm, fault, at: int) -> None:
     """fault() comes when prompt number `at` (from now, from 1) is queued, before its caller knows."""
     add = llm.engine.scheduler.add

@@ -31,13 +31,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def check_blocks(blocks: BlockManager, sequences: list[Sequence]) -> None:
     owners = [0] * blocks.num_blocks
+    for source, _ in blocks.copies:
+        owners[source] += 1
+    copied = owners.copy()
     for seq in sequences:
         assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
         for block in seq.block_table:
             owners[block] += 1
         for i, block in enumerate(seq.block_table):
             written = i >= seq.num_cached_tokens // blocks.block_size
-            assert not written or blocks.ref_count[block] == 1, f"{seq} writes shared block {block}"
+            assert not written or blocks.ref_count[block] == 1 + copied[block], f"{seq} writes shared block {block}"
     assert owners == blocks.ref_count, "reference counts differ from the tables"
     assert set(blocks.free_blocks) == {b for b in range(blocks.num_blocks) if owners[b] == 0}, "free list differs"
     assert all(blocks.hash_of[b] == h for h, b in blocks.block_of.items()), "hash index differs"

@@ -88,10 +88,10 @@ class Driver:
 
     def compute(self, batch):
         """Writes the batch's KV and verifies all KV that it reads."""
-        for source, destination in self.scheduler.block_copies:
+        for source, destination in self.scheduler.blocks.copies:
             for offset in range(SIZE):
                 self.kv[destination, offset] = self.kv.get((source, offset))
-        self.copies += len(self.scheduler.block_copies)
+        self.copies += len(self.scheduler.blocks.copies)
         self.computed.append(batch.num_tokens)
         for seq in batch.sequences:
             *known, newest = seq.scheduled_token_ids
@@ -471,12 +471,12 @@ def test_new_weights_drop_all_kv_and_keep_all_tokens():
     driver = Driver(num_blocks=16)
     seqs = [driver.add(tokens(i, 9), max_tokens=9, n=2) for i in range(2)]
     driver.step()
-    assert driver.scheduler.block_copies, "no copy is pending: this test proves nothing about them"
+    assert driver.scheduler.blocks.copies, "no copy is pending: this test proves nothing about them"
     sampled = [list(seq.token_ids) for seq in seqs]
     driver.version = 1
     driver.scheduler.preempt_all(b"1")
     check_scheduler(driver.scheduler)
-    assert not driver.scheduler.block_copies
+    assert not driver.scheduler.blocks.copies
     assert driver.blocks.num_free == 16
     assert [seq.seq_id for seq in waiting(driver.scheduler)] == [0, 1, 2, 3]
     assert [seq.token_ids for seq in seqs] == sampled
@@ -553,10 +553,23 @@ def test_fork_shares_full_blocks_and_copies_the_partial_one():
     assert all(seq.block_table[:2] == leader.block_table[:2] for seq in siblings)
     partial = [seq.block_table[2] for seq in (leader, *siblings)]
     assert len(set(partial)) == 3
-    assert driver.scheduler.block_copies == [(partial[0], partial[1]), (partial[0], partial[2])]
-    assert [driver.blocks.ref_count[b] for b in leader.block_table] == [3, 3, 1]
+    assert driver.scheduler.blocks.copies == [(partial[0], partial[1]), (partial[0], partial[2])]
+    assert [driver.blocks.ref_count[b] for b in leader.block_table] == [3, 3, 3], "the block to copy is kept, once for each copy"
     assert driver.scheduler.stats.prompt_tokens_computed == 10
     driver.drain()
+
+
+def test_a_step_that_fails_after_its_writes_copies_the_same_again():
+    """The copy's source would have gone to another sequence: its owner ended by its first token."""
+    driver = Driver(num_blocks=6)
+    leader = driver.add(tokens(0, 6), max_tokens=4, n=2)
+    driver.step(ends=lambda seq: seq is leader)
+    assert leader.status is SequenceStatus.FINISHED
+    assert driver.blocks.copies, "nothing is to be copied: this test proves nothing"
+    driver.add(tokens(1, 5), max_tokens=4)
+    driver.compute(driver.schedule())
+    driver.drain()
+    assert driver.blocks.num_free == 6
 
 
 def test_fork_of_whole_blocks_copies_nothing():
@@ -564,7 +577,7 @@ def test_fork_of_whole_blocks_copies_nothing():
     leader = driver.add(tokens(0, 8), max_tokens=4, n=3)
     siblings = list(leader.siblings)
     driver.step()
-    assert not driver.scheduler.block_copies
+    assert not driver.scheduler.blocks.copies
     assert all(seq.block_table == leader.block_table for seq in siblings)
     driver.drain()
 
