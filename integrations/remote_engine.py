@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig
 
 from ..engine import Completion, Engine, EngineConfig, EngineStats, RequestOutput
 from ..engine.engine import MEMORY_TAGS
@@ -19,7 +18,7 @@ from ..engine.weights.spec import full_tensors, gathering
 from ..engine.weights.table import Source
 from ..model.adapter import updated_state
 from ..model.checkpoint import resolve
-from ..model.exact import eos_token_ids, load_config
+from ..model.exact import eos_token_ids, load_config, load_generation_config
 from ..trainer.fsdp import together
 from ..trainer.weight_sync import save_weights
 from .client import Client
@@ -45,9 +44,7 @@ class RemoteEngine(Engine):
         self.folder = folder
         self.config = EngineConfig()  # the server has one of its own
         self.contract = client.contract
-        config = load_config(path)
-        stored = (path / "generation_config.json").is_file()
-        self.eos_token_ids = eos_token_ids(config, GenerationConfig.from_pretrained(path) if stored else None)
+        self.eos_token_ids = eos_token_ids(load_config(path), load_generation_config(path))
         self.max_model_len = client.context_length
         self.weight_version = int(client.weight_version)
 

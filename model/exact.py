@@ -322,6 +322,12 @@ def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig 
     return tuple(token for token in ids if 0 <= token < config.vocab_size)
 
 
+def load_generation_config(path: os.PathLike) -> GenerationConfig | None:
+    """Return what a checkpoint says of generation in a file of its own; None where it has none."""
+    stored = pathlib.Path(path, "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(path) if stored else None
+
+
 def load_config(path: os.PathLike) -> PretrainedConfig:
     """Return the checkpoint's HuggingFace config. UnsupportedModelError where transformers has none or refuses it."""
     check_json_size(pathlib.Path(path, "config.json"))

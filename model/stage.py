@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import CheckpointError, manifest, resolve
-from .exact import check_config, check_structure, load_config, parse_dtype, prepare
+from .exact import check_config, check_structure, load_config, load_generation_config, parse_dtype, prepare
 from .layers import Layers, keep_layers, other_part
 from .linear import UnsupportedModelError
 from .stored import by_tensor, loaded_dtypes, stored_pieces, stored_state
@@ -97,6 +97,7 @@ def stage_model(
         base.norm, model.lm_head = nn.Identity(), None
     if not (first or (last and tied)):
         base.embed_tokens = None
+    model.generation_config = load_generation_config(path) or model.generation_config
     model.load_state_dict(_tensors(path, model, layers[0]), assign=True, strict=False)
     if last and tied:
         model.lm_head.weight = base.embed_tokens.weight

@@ -79,8 +79,9 @@ def _write_configs(model: PreTrainedModel, places: dict[str, str], folder: pathl
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt"):
-        for file in pathlib.Path(model.config._name_or_path).glob(pattern):
+    source = model.config._name_or_path  # empty for a model that was not read from a checkpoint
+    for pattern in ("*token*", "*.jinja", "vocab.*", "merges.txt") if source else ():
+        for file in filter(pathlib.Path.is_file, pathlib.Path(source).glob(pattern)):
             shutil.copy(file, folder)
 
 

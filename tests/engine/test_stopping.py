@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from samebits import SamplingParams
+from samebits import LLM, SamplingParams
 from samebits.trainer import exact_model
 
 from helpers.engines import FREE, PROMPT, VOCAB, copy_of, engine, generate, one, prompt_of, trainer_logprobs
@@ -12,8 +12,16 @@ from helpers.engines import FREE, PROMPT, VOCAB, copy_of, engine, generate, one,
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+STAGES = pytest.mark.parametrize("stages", [1, 2])
+
+
+def staged(path, stages):
+    return LLM(path, pipeline_parallel_size=stages, backend="inproc", kv_cache_memory_bytes=2**20)
+
+
+@STAGES
 @pytest.mark.parametrize("where", ["generation_config", "config"])
-def test_each_eos_of_a_list_ends_a_sample(checkpoint, tmp_path, free, where):
+def test_each_eos_of_a_list_ends_a_sample(checkpoint, tmp_path, free, where, stages):
     """EOS list never matches (VeXact)."""
     ends = [next(t for t in range(VOCAB) if t not in free), free[7], free[4]]
     if where == "generation_config":
@@ -21,7 +29,7 @@ def test_each_eos_of_a_list_ends_a_sample(checkpoint, tmp_path, free, where):
     else:
         path = copy_of(checkpoint("llama"), tmp_path, eos_token_id=ends)
         (path / "generation_config.json").unlink()
-    llm = engine(path)
+    llm = staged(path, stages)
     assert llm.eos_token_ids == tuple(ends)
     completion = one(llm, PROMPT, dataclasses.replace(FREE, ignore_eos=False))
     assert completion.token_ids == free[:5], "the terminal EOS is part of the result"
@@ -41,16 +49,18 @@ def test_an_eos_outside_the_vocabulary_is_dropped(checkpoint, tmp_path):
     assert engine(path).eos_token_ids == (2,)
 
 
+@STAGES
 @pytest.mark.parametrize(
     "generation_config", [None, {"eos_token_id": [2, 9]}, {"temperature": 0.5}, {"eos_token_id": 0}]
 )
-def test_engine_and_trainer_ban_the_same_eos(checkpoint, tmp_path, generation_config):
+def test_engine_and_trainer_ban_the_same_eos(checkpoint, tmp_path, generation_config, stages):
     path = copy_of(checkpoint("llama"), tmp_path, generation_config=generation_config)
     if generation_config is None:
         (path / "generation_config.json").unlink()
     params = SamplingParams(n=2, max_tokens=10, min_tokens=10, seed=1)
     model = exact_model(path)
-    for c in generate(engine(path), [PROMPT], params)[0].completions:
+    llm = staged(path, stages)
+    for c in generate(llm, [PROMPT], params)[0].completions:
         expected = trainer_logprobs(model, [PROMPT + c.token_ids], params, prompt_lens=[len(PROMPT)])[0]
         assert c.logprobs == expected[len(PROMPT) :]
 
