@@ -76,7 +76,7 @@ test-oldest: .venv-oldest/.installed
 
 package-folder:  # mypy and mkdocstrings want a folder of the package's name
 	@mkdir -p build/typing/samebits
-	@for p in __init__.py $(PACKAGES); do ln -sfn ../../../$$p build/typing/samebits/$$p; done
+	@for p in __init__.py garbage.py $(PACKAGES); do ln -sfn ../../../$$p build/typing/samebits/$$p; done
 
 lint: setup package-folder
 	$(BIN)/ruff check .

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..garbage import without_collections
 from ..kernels import ops
 
 logger = logging.getLogger(__name__)
@@ -23,18 +22,6 @@ _BUCKETS = *_FEW, *range(768, 2048, 256), *range(2048, MOST_TOKENS + 1, 512)
 _SMALL_TILES = 512  # tokens of a step of prompts whose attention is shared out to the tiles of decoding
 _LEAST_PROMPT = 32  # tokens of a larger step's prompts, on average, for which there is room
 _WORTH_IT = 3  # uses of a graph of many prompts' tokens: to record it takes two steps' time
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Let no cycle be collected: what it frees may call CUDA, which a stream that is recorded forbids."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def capture(run: Callable[[], Any], device: torch.device, pool: Any, side: Any) -> tuple[Callable[[], object], Any]:
@@ -49,7 +36,7 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any, side: Any) 
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        with _without_collections(), recording:
+        with without_collections(), recording:  # what they free may call CUDA, which a recorded stream forbids
             out = run()
     return graph.replay, out
 

@@ -25,11 +25,10 @@ class ExactLinear(nn.Linear):
     exact = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias in x's dtype, plus the adapter's part where there is one."""
-        if self.low_rank is not None:
-            assert self.packed is not None, "an engine packs its weights before it runs"
-            return ops.linears(x, [self.packed], [self.bias], [self.low_rank])[0]
-        return ops.linear(x, self.packed or self.weight, self.bias)
+        """Return x @ weight.T + bias in x's dtype, plus, once packed, the adapter's part where there is one."""
+        if self.packed is None or self.low_rank is None:
+            return ops.linear(x, self.packed or self.weight, self.bias)
+        return ops.linears(x, [self.packed], [self.bias], [self.low_rank])[0]
 
 
 def products(x: Tensor, *modules: nn.Module) -> list[Tensor]:

@@ -5,8 +5,7 @@ The trainer's copy keeps HF's parameters and calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -470,20 +469,6 @@ def _same(ours: Any, theirs: Any) -> bool:
     return ours is None and theirs is None
 
 
-@contextmanager
-def without_low_ranks(model: nn.Module) -> Iterator[None]:
-    """Set adapters aside, which need packed weights, for a while."""
-    linears = [module for module in model.modules() if isinstance(module, ExactLinear)]
-    before = [module.low_rank for module in linears]
-    for module in linears:
-        module.low_rank = None
-    try:
-        yield
-    finally:
-        for module, low_rank in zip(linears, before, strict=True):
-            module.low_rank = low_rank
-
-
 def forget_steps(model: PreTrainedModel) -> None:
     """Let go of what steps left in a model: launches, which hold parameters, and the record of its experts."""
     for module in model.modules():
@@ -500,8 +485,7 @@ def prepare_rollout(model: PreTrainedModel) -> None:
     """
     if not is_exact(model):
         return
-    with without_low_ranks(model):
-        check = SelfCheck(model)
-        pack_weights(model)
-        fuse(model, check.prefill)
-        check.paged()
+    check = SelfCheck(model)
+    pack_weights(model)
+    fuse(model, check.prefill)
+    check.paged()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
-import gc
 import itertools
 import logging
 import math
@@ -23,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
 from ..engine.sampling_params import RequestOutputKind
+from ..garbage import without_collections
 from .async_engine import AsyncEngine, GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
@@ -206,11 +206,8 @@ def data_router(tag: str) -> APIRouter:
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        gc.disable()  # or it looks at millions of small lists again and again while they are made: ten times slower
-        try:
+        with without_collections():  # of millions of small lists, again and again while they are made: ten times slower
             return orjson.loads(body)
-        finally:
-            gc.enable()
 
 
 async def _disconnected(request: Request) -> None:

@@ -5,8 +5,9 @@ import contextlib
 import gc
 import pathlib
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
-from samebits.imports import quick_imports
+from samebits.garbage import without_collections
 
 import loc
 
@@ -83,14 +84,21 @@ def test_no_files_import_each_other_in_a_circle():
     assert not arrows, "a circle leads through some of these"
 
 
-def test_imports_leave_the_garbage_collector_as_they_found_it():
-    with contextlib.suppress(ImportError), quick_imports():
+def test_the_garbage_collector_is_off_until_the_last_block_ends_and_then_what_it_was():
+    with contextlib.suppress(ImportError), without_collections():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
+    with ThreadPoolExecutor(1) as other:
+        with without_collections():
+            inner = without_collections()
+            other.submit(inner.__enter__).result()
+        assert not gc.isenabled()
+        other.submit(inner.__exit__, None, None, None).result()
+    assert gc.isenabled()
     gc.disable()
     try:
-        with quick_imports(), quick_imports():
+        with without_collections():
             pass
         assert not gc.isenabled()
     finally:

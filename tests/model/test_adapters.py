@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from samebits.model.adapter import adapter_state
+from samebits.model.adapter import adapter_state, attach, resolve_placements
 from samebits.model.exact import UnsupportedModelError, contract_of
 from samebits.trainer import exact_model, save_weights, token_logprobs
 from samebits.trainer.verify import verify
@@ -62,6 +62,14 @@ def test_rows_do_not_depend_on_the_batch_padding_or_calls(checkpoint):
         with torch.no_grad():
             padded = token_logprobs(model, ids, attention_mask=mask)
         assert equal([row[m.bool()] for row, m in zip(padded, mask, strict=True)], packed)
+
+
+def test_an_engines_model_runs_before_it_is_packed(checkpoint):
+    """As it does to measure what memory a step takes."""
+    path = checkpoint("llama")
+    model = exact_model(path)
+    attach(model, resolve_placements(model.config, lora()))
+    assert equal(scores(model), scores(exact_model(path)))
 
 
 def test_a_disabled_adapter_leaves_the_base_model(checkpoint):

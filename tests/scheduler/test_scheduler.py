@@ -554,7 +554,9 @@ def test_fork_shares_full_blocks_and_copies_the_partial_one():
     partial = [seq.block_table[2] for seq in (leader, *siblings)]
     assert len(set(partial)) == 3
     assert driver.scheduler.blocks.copies == [(partial[0], partial[1]), (partial[0], partial[2])]
-    assert [driver.blocks.ref_count[b] for b in leader.block_table] == [3, 3, 3], "the block to copy is kept, once for each copy"
+    assert [driver.blocks.ref_count[b] for b in leader.block_table] == [3, 3, 3], (
+        "the block to copy is kept, once for each copy"
+    )
     assert driver.scheduler.stats.prompt_tokens_computed == 10
     driver.drain()
 
