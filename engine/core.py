@@ -101,13 +101,11 @@ class EngineCore(WorkerEngine):
         unfinished = [s for s in request.samples if s.finish_reason is None]
         for sample in unfinished:
             sample.begin_constraint(self.tokenizer)
-        if any(s.sampled for s in unfinished):  # it comes from another replica
-            for sample in unfinished:
-                self.scheduler.add(sample)
-        else:
-            leader = unfinished[0]
-            leader.siblings = [*unfinished[1:]]
-            self.scheduler.add(leader)
+        if not any(s.sampled for s in unfinished):  # else it comes from another replica
+            unfinished[0].siblings = unfinished[1:]
+            del unfinished[1:]
+        for sample in unfinished:
+            self.scheduler.add(sample)
         self.requests[request.request_id] = request
 
     def abort_request(self, request_id: str) -> bool:
@@ -250,10 +248,6 @@ class EngineCore(WorkerEngine):
         logger.warning("request %s ends with an error: %s", request.request_id, problem)
         self._end(request, "error", problem)
 
-    def pause(self, paused: bool) -> None:
-        """Set `paused`, which whoever steps the engine heeds."""
-        self.paused = paused
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
@@ -374,6 +368,3 @@ class EngineCore(WorkerEngine):
             weight_version=self.weight_version,
             **asdict(self.scheduler.stats),
         )
-
-    def close(self) -> None:
-        """Do nothing: whoever started other stages ends them."""

@@ -28,18 +28,15 @@ class Engine(ABC):
     One thread drives an engine. Others may read its attributes and properties, which only compute, and may call
     `check_fits`, `wake` and `stats`.
 
-    contract: the numerics, None where they are not exact. max_model_len, capacity: tokens of a sequence, and of the KV
-    cache. has_experts: it notes the experts of each token. requests: those that are unfinished. paused: whoever steps
-    the engine stops until it is False again.
+    contract: the numerics, None where they are not exact. max_model_len: tokens of a sequence. has_experts: it notes
+    the experts of each token. requests: those that are unfinished. paused: whoever steps the engine stops until it is
+    False again.
     """
 
     config: EngineConfig
     contract: Contract | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    capacity: int
-    weight_bytes: int
-    kv_cache_bytes: int
     has_experts = True  # a server elsewhere says itself that it has none
 
     def __init__(self) -> None:
@@ -87,9 +84,9 @@ class Engine(ABC):
     def wake(self) -> None:  # noqa: B027 - most engines wait for nothing
         """End a wait of `step` in another thread."""
 
-    @abstractmethod
     def pause(self, paused: bool) -> None:
         """Set `paused`, also for those that step by themselves."""
+        self.paused = paused
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -119,18 +116,21 @@ class Engine(ABC):
     def stats(self) -> EngineStats:
         """Counters since the start, and the load now."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most engines have none
         """End the processes that belong to the engine."""
 
 
 class WorkerEngine(Engine):
     """An `Engine` whose workers this process reaches, so that an update may come in parts and from weight groups.
 
-    Other threads may also call the methods of `workers` and of a `WeightUpdate`. table: the model's tensors.
+    Other threads may also call the methods of `workers` and of a `WeightUpdate`. table: the model's tensors. capacity:
+    tokens of the KV cache. weight_bytes, kv_cache_bytes: of all workers together.
     """
 
     table: WeightTable
+    capacity: int
+    weight_bytes: int
+    kv_cache_bytes: int
 
     @property
     @abstractmethod

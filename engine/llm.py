@@ -241,7 +241,9 @@ class LLM:
     def worker_engine(self) -> WorkerEngine:
         """The engine, where its workers can be reached from here. TypeError for a server elsewhere."""
         if not isinstance(self.engine, WorkerEngine):
-            raise TypeError(f"a {type(self.engine).__name__} takes whole updates only: use update_weights")
+            raise TypeError(
+                f"the workers of a {type(self.engine).__name__} can't be reached from here: use update_weights"
+            )
         return self.engine
 
     @property
@@ -252,12 +254,12 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in all stages and replicas."""
-        return self.engine.weight_bytes
+        return self.worker_engine.weight_bytes
 
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV pools of all stages and replicas."""
-        return self.engine.kv_cache_bytes
+        return self.worker_engine.kv_cache_bytes
 
     @property
     def world_size(self) -> int:
@@ -336,7 +338,7 @@ class LLM:
 
 def make_engine(path: pathlib.Path, config: EngineConfig, tokenizer: Tokenizer | None) -> Engine:
     """The engine that a configuration asks for: in this process, or of several processes."""
-    if config.in_this_process:
+    if config.backend == "inproc":
         return EngineCore(path, config, LocalExecutor(path, config), tokenizer)
     from .. import cluster  # the one arrow from here to there
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from .structured_outputs import Constraint
 
 @dataclass(slots=True)
 class SampledToken:
-    """A token with its log-prob, and what more of its distribution was asked for."""
+    """A token with its log-prob, and what more of its distribution was asked for. rank: from 1; 0 where unknown."""
 
     token_id: int
     logprob: float
@@ -95,7 +96,8 @@ class Sample(Sequence):
 
     def spans(self, start: int = 0) -> list[VersionSpan]:
         """The spans of weight versions of the tokens from `start` on."""
-        kinds, end = self.versions, len(self.versions)
+        kinds = self.versions
+        end = len(self.versions)
         starts = [i for i in range(start, end) if i == start or kinds[i] != kinds[i - 1]]
         return [VersionSpan(kinds[a][0], a, b, kinds[a][1]) for a, b in zip(starts, [*starts[1:], end])]  # noqa: B905
 
@@ -153,11 +155,13 @@ class Request:
 
     def check_stop(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
         """Set finish_reason after a token was appended, or what a grammar leaves for the next one."""
-        token, count = sample.token_ids[-1], sample.num_completion_tokens
+        token = sample.token_ids[-1]
+        count = sample.num_completion_tokens
         if token in self.eos_token_ids:
             sample.finish_reason = "stop"
         elif token in self.params.stop_token_ids:
-            sample.finish_reason, sample.stop_reason = "stop", token
+            sample.finish_reason = "stop"
+            sample.stop_reason = token
         elif self.params.stop:
             self._check_stop_strings(sample, tokenizer)
         if sample.finish_reason is None and count >= sample.max_tokens:
@@ -166,7 +170,8 @@ class Request:
             sample.constraint.advance(token)
 
     def _check_stop_strings(self, sample: Sample, tokenizer: Tokenizer | None) -> None:
-        stream, ids = _stream(sample, tokenizer), sample.completion_token_ids
+        stream = _stream(sample, tokenizer)
+        ids = sample.completion_token_ids
         stream.read(ids[:-1])  # known, unless the sample came from another replica
         before = len(stream.text)
         stream.read(ids)
@@ -177,7 +182,9 @@ class Request:
         if found:
             cut, string = min(found)
             cut += len(string) if self.params.include_stop_str_in_output else 0
-            sample.finish_reason, sample.stop_reason, sample.text = "stop", string, stream.text[:cut]
+            sample.finish_reason = "stop"
+            sample.stop_reason = string
+            sample.text = stream.text[:cut]
 
     def take_output(self, tokenizer: Tokenizer | None) -> RequestOutput:
         """Return a snapshot, or what is new since the last one, which then counts as reported."""
@@ -194,7 +201,7 @@ class Request:
             prompt_logprobs=None if scores is None else [0.0, *(s.logprob for s in scores)],
             finished=self.finished,
             prompt_top_logprobs=None if scores is None else [{}, *(s.top_logprobs or {} for s in scores)],
-            prompt_ranks=None if scores is None else [0, *(s.rank for s in scores)],
+            prompt_ranks=None if scores is None else _ranks(scores, [0]),
             num_cached_tokens=self.samples[0].num_prefix_hit or 0,
             seed=self.seed,
         )
@@ -214,11 +221,13 @@ class Request:
         return sample.text
 
     def _completion(self, sample: Sample, tokenizer: Tokenizer | None, delta: bool) -> Completion:
-        params, text = self.params, self._text(sample, tokenizer)
+        params = self.params
+        text = self._text(sample, tokenizer)
         start, chars = (sample.reported, sample.reported_chars) if delta else (0, 0)
         sampled = sample.sampled[start:]
         if delta:
-            sample.reported, sample.reported_chars = len(sample.sampled), len(text or "")
+            sample.reported = len(sample.sampled)
+            sample.reported_chars = len(text or "")
             sample.reported_end = sample.finish_reason is not None
         return Completion(
             index=sample.sample_index,
@@ -230,9 +239,14 @@ class Request:
             text=None if text is None else text[chars:],
             top_logprobs=None if params.logprobs is None else [s.top_logprobs or {} for s in sampled],
             raw_logprobs=[s.raw_logprob for s in sampled] if params.raw_logprobs else None,  # type: ignore[misc]
-            ranks=None if params.logprobs is None else [s.rank for s in sampled],
+            ranks=None if params.logprobs is None else _ranks(sampled),
             routed_experts=sample.routed_experts,
         )
+
+
+def _ranks(tokens: list[SampledToken], before: Iterable[int] = ()) -> list[int] | None:
+    """The tokens' ranks after those before them; None where a server elsewhere didn't say."""
+    return [*before, *(t.rank for t in tokens)] if all(t.rank for t in tokens) else None
 
 
 def _stream(sample: Sample, tokenizer: Tokenizer | None) -> TextStream:

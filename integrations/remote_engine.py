@@ -42,14 +42,16 @@ class RemoteEngine(Engine):
         path = resolve(model)
         self.client = client
         self.folder = folder
-        self.config = EngineConfig()  # the server has one of its own
+        self.config = EngineConfig()  # what `LLM` asks of it; the server has one of its own
         self.contract = client.contract
         self.eos_token_ids = eos_token_ids(load_config(path), load_generation_config(path))
         self.max_model_len = client.context_length
-        self.weight_version = int(client.weight_version)
+        self.weight_version = _number(client.weight_version)
 
     def check_fits(self, request: Request) -> None:
-        """Do nothing: the server refuses what can't fit."""
+        """Raise ValueError for what isn't on the wire; the server refuses what can't fit."""
+        if request.samples[0].cache_salt:
+            raise ValueError("cache_salt is not for a server elsewhere: its prefix cache is its own")
 
     def add_request(self, request: Request) -> None:
         """Queue a request for the next `step`."""
@@ -91,7 +93,7 @@ class RemoteEngine(Engine):
                 source = self.folder
         if isinstance(source, str | os.PathLike):
             folder = source
-            found = _common(lambda first: int(self.client.load_weights(folder, version)) if first else 0)
+            found = _common(lambda first: _number(self.client.load_weights(folder, version)) if first else 0)
         else:
             state = updated_state(source) if isinstance(source, nn.Module) else dict(source)
             found = _common(lambda first: self._send(state, version, first))
@@ -100,7 +102,7 @@ class RemoteEngine(Engine):
 
     def _send(self, state: dict, version: int | None, first: bool) -> int:
         with gathering(full_tensors(state)) as tensors:  # on all ranks
-            return int(self.client.send_weights(specs_of(state), tensors, version)) if first else 0
+            return _number(self.client.send_weights(specs_of(state), tensors, version)) if first else 0
 
     def weight_checksums(self) -> dict[str, str]:
         """A hash of each tensor's bytes, by name."""
@@ -135,6 +137,12 @@ class RemoteEngine(Engine):
     def close(self) -> None:
         """Close the client's connections; the server goes on."""
         self.client.close()
+
+
+def _number(label: int | str) -> int:
+    if not isinstance(label, int):
+        raise ValueError(f"the server calls its weights {label!r}; an engine counts versions: give them a number first")
+    return label
 
 
 def _receive(request: Request, output: RequestOutput) -> None:

@@ -168,7 +168,7 @@ async def server_info(server: Served):
         "tp_size": 1, "pp_size": config.pipeline_parallel_size, "dp_size": config.replicas,
         "enable_memory_saver": False,  # slime's external engines must say so
         "enable_return_routed_experts": llm.engine.has_experts,
-        "max_total_num_tokens": llm.engine.capacity,
+        "max_total_num_tokens": llm.worker_engine.capacity,
         "max_running_requests": config.max_num_seqs * config.replicas,
         "context_length": llm.max_model_len, "weight_version": server.updates.label, "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash, "engine": "samebits", "control_port": server.guard.control_port,

@@ -52,6 +52,26 @@ def test_it_is_an_engine_and_gives_the_bits_of_one_in_this_process(path, remote)
     assert not remote.has_unfinished_requests()
 
 
+def test_what_a_server_does_not_say_or_take_is_neither_made_up_nor_dropped(remote):
+    params = SamplingParams(max_tokens=2, seed=1, logprobs=2, prompt_logprobs=1)
+    (output,) = remote.generate([[17, 900, 3]], params, use_tqdm=False)
+    assert output.completions[0].top_logprobs
+    assert output.completions[0].ranks is None
+    assert output.prompt_ranks is None
+    with pytest.raises(ValueError, match="cache_salt"):
+        remote.generate([{"prompt_token_ids": [5], "cache_salt": "mine"}], use_tqdm=False)
+    for name in ("weight_bytes", "kv_cache_bytes", "world_size"):
+        with pytest.raises(TypeError, match="can't be reached"):
+            getattr(remote, name)
+
+
+def test_weights_without_a_number_are_refused_by_name(path):
+    with Serving(path) as server, Client(server.url) as client:
+        client.update_weights(exact_model(path).state_dict(), "step-7")
+        with pytest.raises(ValueError, match="step-7"):
+            RemoteEngine(client, path)
+
+
 def test_a_call_waits_for_its_place_in_a_full_queue_but_not_for_a_paused_server(path):
     settings = {"max_num_seqs": 2}
     with Serving(path, settings, max_waiting=0) as server, Client(server.url) as client, Client(server.url) as other:
