@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +41,10 @@ def keep_layers(model: PreTrainedModel, layers: Layers) -> list[RemovableHandle]
     model.first_layer = layers[0]  # type: ignore[assignment]
     if not layers[0]:
         return []
-    enter = functools.partial(_enter, base)
+    entrance = _Entrance()
     return [
-        base.register_forward_pre_hook(_keep_given, with_kwargs=True),
-        base.layers[0].register_forward_pre_hook(enter, with_kwargs=True),
+        base.register_forward_pre_hook(entrance.keep, with_kwargs=True),
+        base.layers[0].register_forward_pre_hook(entrance.enter, with_kwargs=True),
     ]
 
 
@@ -57,7 +56,9 @@ def _numbered(layers: nn.Module) -> list[Any]:
 def as_stage(model: PreTrainedModel, layers: Layers) -> Iterator[None]:
     """Have a whole model compute as the stage of these layers for a while, without the norm if they aren't the last."""
     base: Any = model.base_model
-    whole, norm, settings = base.layers, base.norm, dict(vars(model.config))
+    whole = base.layers
+    norm = base.norm
+    settings = dict(vars(model.config))
     numbers = [(module, module.layer_idx) for module in _numbered(whole)]
     hooks: list[RemovableHandle] = []
     try:
@@ -66,22 +67,27 @@ def as_stage(model: PreTrainedModel, layers: Layers) -> Iterator[None]:
             base.norm = nn.Identity()
         yield
     finally:
-        base.layers, base.norm = whole, norm
+        base.layers = whole
+        base.norm = norm
         vars(model.config).update(settings)
         for module, number in numbers:
             module.layer_idx = number
         vars(model).pop("first_layer", None)
-        vars(base).pop("given", None)
         for hook in hooks:
             hook.remove()
 
 
-def _keep_given(base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    base.given = kwargs["inputs_embeds"]
+class _Entrance:
+    """Hooks that give a stage's first layer what the stage was given: the model's code may have scaled it between."""
 
+    given: Any  # of the last forward
 
-def _enter(base: Any, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Give a stage's first layer what the stage was given: the model's code may have scaled it, as embeddings."""
-    own = args[0] if args else kwargs["hidden_states"]
-    assert own.shape == base.given.shape, "a stage takes packed hidden states, [1, T, H]"
-    return (base.given, *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    def keep(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take the hidden states before the base model's own code does."""
+        self.given = kwargs["inputs_embeds"]
+
+    def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of the layer with them in place of its own."""
+        own = args[0] if args else kwargs["hidden_states"]
+        assert own.shape == self.given.shape, "a stage takes packed hidden states, [1, T, H]"
+        return (self.given, *args[1:]), {name: value for name, value in kwargs.items() if name != "hidden_states"}

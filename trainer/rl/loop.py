@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -54,11 +54,15 @@ def frozen_heap() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The sequences of one optimizer update, and this rank's share of them: indices into `rollouts`, packed."""
+    """The sequences of one optimizer update, and this rank's share of them: indices into `rollouts`, packed.
+
+    old: log-probs before the policy moved, by such indices; what has none is of the policy as it is.
+    """
 
     rollouts: list[Trajectory]
     advantages: Tensor  # fp64 [S]
     packs: list[list[int]]
+    old: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Trainer:
@@ -138,11 +142,11 @@ class Trainer:
         metrics = self._describe(rollouts) | {"slept_bytes": freed}
         with self._timed("train"):
             first, *later, left_out = self._minibatches(rollouts)
-            old, comparison = self._score([*later, left_out] if self._must_compare else later)
+            comparison = self._score([*later, left_out] if self._must_compare else later)
             parts = []
             norms = []
             for minibatch in (first, *later):
-                backward = partial(self._backward, minibatch, old, comparison)
+                backward = partial(self._backward, minibatch, comparison)
                 parts.append(backward())
                 if minibatch is first:
                     metrics |= self._compare(comparison)
@@ -196,28 +200,27 @@ class Trainer:
         return result
 
     @torch.no_grad()
-    def _score(self, minibatches: list[Minibatch]) -> tuple[dict[int, Tensor], BitComparison]:
-        """The policy's log-probs before it moves, by the rollouts' ids."""
-        old: dict[int, Tensor] = {}
+    def _score(self, minibatches: list[Minibatch]) -> BitComparison:
+        """Give minibatches the policy's log-probs before it moves, and return their comparison with the rollouts'."""
         comparison = BitComparison()
         for minibatch in minibatches:
             for members in minibatch.packs if minibatch.rollouts else ():
                 rollouts = [minibatch.rollouts[i] for i in members]
                 logprobs, *_ = completion_logprobs(self.model, rollouts, self.config.sampling)
                 self._see(comparison, rollouts, logprobs)
-                old |= {id(r): values for r, values in zip(rollouts, logprobs, strict=True)}
-        return old, comparison
+                minibatch.old.update(zip(members, logprobs, strict=True))
+        return comparison
 
-    def _backward(self, minibatch: Minibatch, old: dict[int, Tensor], comparison: BitComparison) -> Sums:
-        """Accumulate the gradients of one update. What isn't in `old` is of the policy as it is: it goes into the
-        comparison, and needs no forward of its own."""
+    def _backward(self, minibatch: Minibatch, comparison: BitComparison) -> Sums:
+        """Accumulate the gradients of one update. What has no old log-probs goes into the comparison: it needs no
+        forward of its own."""
         by_token = self.config.recipe.aggregation == "token-mean"
         count = sum(len(r.token_ids) for r in minibatch.rollouts) if by_token else len(minibatch.rollouts)
         tokens = sum(len(r.sequence) for r in minibatch.rollouts)
         parts = []
         for number, members in enumerate(minibatch.packs, 1):
             rollouts = [minibatch.rollouts[i] for i in members]
-            before = [old[id(r)] for r in rollouts if id(r) in old] or None
+            before = [minibatch.old[i] for i in members if i in minibatch.old] or None
             self.model.set_requires_gradient_sync(number == len(minibatch.packs))  # type: ignore[operator]
             share = sum(len(r.sequence) for r in rollouts) / max(1, tokens)
             loss, logprobs, found = self.objective(rollouts, minibatch.advantages[members], before, count, share)
