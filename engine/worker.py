@@ -207,15 +207,12 @@ class Worker:
         self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
     ) -> None:
         """Become a rank of a weight group; waits for all others."""
-        self.leave_weight_group(name)
         self._groups[name] = WeightGroup(address, port, rank, world_size, name, backend, timeout)
 
-    def leave_weight_group(self, name: str) -> bool:
-        """Leave a group. True if there was one."""
-        group = self._groups.pop(name, None)
-        if group is not None:
-            group.close()
-        return group is not None
+    def leave_weight_group(self, name: str) -> None:
+        """Leave a group, if it is in one of that name."""
+        if name in self._groups:
+            self._groups.pop(name).close()
 
     def weight_specs(self) -> list[TensorSpec]:
         """Return the specs of the weights in force, tied ones once."""

@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # both keep the border's contract
     _CPU: Backend = cpu
     _TRITON: Backend = triton
 
-_DTYPES = torch.float32, torch.bfloat16, torch.float16
-DTYPES = {"cpu": _DTYPES, "cuda": _DTYPES}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 
 
@@ -25,7 +24,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     """Return the device that a name means. NotImplementedError for a kind that samebits has no kernels for."""
     kind = str(device).partition(":")[0]
     if kind not in BACKENDS:
-        raise NotImplementedError(f"samebits has no kernels for device {kind!r}; supported: {', '.join(DTYPES)}")
+        raise NotImplementedError(f"samebits has no kernels for device {kind!r}; supported: {', '.join(BACKENDS)}")
     return torch.device(device)
 
 

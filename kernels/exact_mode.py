@@ -114,7 +114,7 @@ def _last(x: Tensor, dim: Any, name: str) -> None:
 
 def _check_dtype(name: str, *dtypes: torch.dtype | None) -> None:
     for dtype in dtypes:
-        if dtype is not None and dtype not in ops.DTYPES["cpu"]:
+        if dtype is not None and dtype not in ops.DTYPES:
             raise _refusal(f"{name} of {dtype}")
 
 

@@ -114,12 +114,11 @@ def parse_dtype(
     device = ops.parse_device(device)
     if dtype is None:
         kept = getattr(config, "dtype", None)
-        dtype = kept if device.type == "cuda" and kept in ops.DTYPES["cuda"] else torch.float32
+        dtype = kept if device.type == "cuda" and kept in ops.DTYPES else torch.float32
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     ops.backend(device)
-    supported = ops.DTYPES[device.type]
-    if found not in supported:
-        names = ", ".join(str(d).removeprefix("torch.") for d in supported)
+    if found not in ops.DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in ops.DTYPES)
         raise ValueError(f"dtype {dtype} is not supported on {device.type}; supported: {names}")
     return found
 
@@ -203,7 +202,9 @@ def _restorer(model: PreTrainedModel) -> Callable[[], None]:
     """Return a function that makes a model's modules compute as they do now."""
     classes = {module: type(module) for module in model.modules()}
     config: Any = model.config
-    attended, experts, cached = config._attn_implementation, config._experts_implementation, config.use_cache
+    attended = config._attn_implementation
+    experts = config._experts_implementation
+    cached = config.use_cache
 
     def restore() -> None:
         for module, kind in classes.items():
@@ -291,7 +292,9 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
     dtype = next(iter(dtypes.values()))
     contract = Contract.of(dtype, compute_device(model))
     if is_adapted(model):
-        name, _, key = next(active_layers(model))
+        name, _, key = next(active_layers(model), (None, None, None))
+        if name is None:
+            raise NumericsError("the model has adapters, none of them active: call set_adapter")
         kept = str(dtypes[f"{name}.lora_A.{key}.weight"]).removeprefix("torch.")
         contract = replace(contract, adapter=describe(placements(model)), adapter_dtype=kept)
     if not linear.exact:

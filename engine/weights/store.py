@@ -165,17 +165,7 @@ class StagedWeights:
                 self._add(name, tensor)
 
     def load_directory(self, path: pathlib.Path) -> None:
-        """Stage the tensors of a checkpoint directory."""
-        self.load(self._from_directory(path))
-
-    def check_complete(self, parts: Set[bool]) -> None:
-        """Raise WeightUpdateError where tensors of this worker are missing: of these parts, and those that are absent.
-
-        A stage may have nothing of an adapter.
-        """
-        self.store.table.check_complete(self.given, parts | parts_of(self.store.absent))
-
-    def _from_directory(self, path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+        """Stage this worker's tensors of a checkpoint directory. Raises WeightUpdateError."""
         entries = self.store.table.known(manifest(path))
         for file in sorted({file for name, (_, file) in entries.items() if self.store.owns(name)}):
             with safe_open(file, framework="pt") as tensors:
@@ -184,12 +174,19 @@ class StagedWeights:
                     tensor = tensors.get_tensor(name)
                     if name in sums and sums[name] != checksum([tensor]):
                         raise WeightUpdateError(f"{file}: the bytes of tensor {name!r} are not those that were written")
-                    yield name, tensor
+                    self._add(name, tensor)
+
+    def check_complete(self, parts: Set[bool]) -> None:
+        """Raise WeightUpdateError where tensors of this worker are missing: of these parts, and those that are absent.
+
+        A stage may have nothing of an adapter.
+        """
+        self.store.table.check_complete(self.given, parts | parts_of(self.store.absent))
 
     def _add(self, name: str, tensor: Tensor) -> None:
         store = self.store
         store.table.check_new(name, self.given)
-        store.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
+        store.table.check_spec(TensorSpec.of(name, tensor))
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
         if name in store.table.pieces:

@@ -79,12 +79,11 @@ class WeightTable:
                 under = "" if other == name else f": it came as {other!r}, too"
                 raise WeightUpdateError(f"tensor {name!r} was given twice{under}")
 
-    def check_spec(self, spec: TensorSpec, device: str = "cpu") -> None:
-        """Raise WeightUpdateError where the model has no place for such a tensor. device: the type of its device."""
+    def check_spec(self, spec: TensorSpec) -> None:
+        """Raise WeightUpdateError where the model has no place for such a tensor."""
         self.check_shape(spec.name, spec.shape)
-        supported = ops.DTYPES[device]
-        if spec.dtype not in supported:
-            raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}, expected one of {supported}")
+        if spec.dtype not in ops.DTYPES:
+            raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}, expected one of {ops.DTYPES}")
 
     def state_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Return a module's state dict, without the second names of parameters that it ties as this model does.

@@ -55,13 +55,14 @@ class WeightUpdate:
 
         complete: must they be all that is missing?
         """
-        names = set(self.given)
+        fresh: set[str] = set()
         for spec in specs:
-            self.table.check_new(spec.name, names)
+            self.table.check_new(spec.name, self.given)
+            self.table.check_new(spec.name, fresh)
             self.table.check_spec(spec)
-            names.add(spec.name)
+            fresh.add(spec.name)
         if complete:
-            self.table.check_complete(names)
+            self.table.check_complete(self.given | fresh)
 
     def load(self, source: Source, contract: Contract | None = None) -> None:
         """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
@@ -79,7 +80,6 @@ class WeightUpdate:
         elif isinstance(source, str | os.PathLike):
             self._load_directory(pathlib.Path(source).absolute())
         else:
-            self.stored = None
             self.workers.send_tensors(self.id, self._checked(source))
 
     def _load_module(self, module: nn.Module, contract: Contract | None) -> None:
@@ -87,7 +87,6 @@ class WeightUpdate:
             check_contract(module, contract)
         state = self.table.state_of(module)
         self.check(specs_of(state), complete=True)
-        self.stored = None
         with gathering(full_tensors(state)) as tensors:
             self.workers.send_tensors(self.id, self._checked(tensors))
 
@@ -95,7 +94,6 @@ class WeightUpdate:
         theirs = describe(resolve_placements(load_config(self.model), load_adapter_config(path)))
         if theirs != self.table.adapter:
             raise WeightUpdateError(f"{path}: the adapter is {theirs}; the engine's is {self.table.adapter}")
-        self.stored = None
         try:
             tensors = load_file(path / WEIGHTS)
         except SafetensorError as error:
@@ -122,16 +120,23 @@ class WeightUpdate:
 
     def _checked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs, each checked; a name counts as given when the next pair is asked for."""
+        self.stored = None
         for name, tensor in pairs:
             if not isinstance(tensor, Tensor):
                 raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, expected a tensor")
+            if tensor.is_meta:
+                raise WeightUpdateError(f"tensor {name!r} is on the meta device: it has no values")
             self.table.check_new(name, self.given)
-            self.table.check_spec(TensorSpec.of(name, tensor), tensor.device.type)
+            self.table.check_spec(TensorSpec.of(name, tensor))
             yield name, tensor
             self.given.add(name)
 
     def receive(self, group: str, specs: Sequence[TensorSpec], bucket_bytes: int | None = None) -> None:
-        """Stage tensors that rank 0 of a weight group broadcasts now; each worker keeps what it needs."""
+        """Stage tensors that rank 0 of a weight group broadcasts now; each worker keeps what it needs.
+
+        Raises the WeightUpdateError of `check`.
+        """
+        self.check(specs)
         self.workers.receive_tensors(self.id, group, list(specs), bucket_bytes)
         self.given |= {spec.name for spec in specs}
         self.stored = None

@@ -409,7 +409,7 @@ p = ops.RowParams.repeat(21, 0.7, top_k=40, top_p=0.9)
 weights = functions.softmax(x[:, :5], torch.float32)
 outs = [ops.linear(x, w), ops.rms_norm(x, n, 1e-5), ops.gated_activation(x, x, "silu"), *tables, weights]
 if sys.argv[1:] != ["some"]:
-    outs += [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES["cpu"]), ops.attention(q, k, v, layout, 0.2),
+    outs += [*(ops.linear(x, w.to(dtype)) for dtype in ops.DTYPES), ops.attention(q, k, v, layout, 0.2),
              *ops.token_logprobs(x, w, None, torch.arange(21), p)]
     gate_up, down = torch.randn(5, 72, 100, generator=g), torch.randn(5, 100, 36, generator=g)
     ids = functions.top_k(weights, 3).indices

@@ -61,7 +61,7 @@ linear, paged, backward, library, sampling = (
     sys.modules[f"samebits.kernels.triton.{name}"]
     for name in ("linear", "attention", "attention_backward", "library_backward", "sampling")
 )
-DTYPES = ops.DTYPES["cuda"]
+DTYPES = ops.DTYPES
 contract_batches = contract._batches
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

@@ -50,7 +50,7 @@ def by_linear(x, gate_up, down, ids, weights):
     return total.to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cuda"])
+@pytest.mark.parametrize("dtype", ops.DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_experts_have_the_bits_of_linear_per_expert(size, dtype):
     x, gate_up, down, ids, weights = layer(*size, dtype)
@@ -90,7 +90,7 @@ def test_values_and_gradients_are_those_of_fp64_and_repeat(size):
     check_by_fp64_twice(size)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES["cuda"])
+@pytest.mark.parametrize("dtype", ops.DTYPES)
 @pytest.mark.parametrize("name", [*UNARY, *ROWS, *FREE])
 def test_functions_of_a_row_are_the_same_bits_in_every_batch(name, dtype):
     function = (UNARY | ROWS | FREE)[name]

@@ -197,6 +197,7 @@ DAMAGE = {  # what becomes of a good state dict, and what the error says
     "nan": (lambda s: {**s, DOWN: with_value(s[DOWN], (3, 5), float("nan"))}, r"down_proj\.weight.*NaN"),
     "infinite": (lambda s: {**s, NORM: with_value(s[NORM], 0, float("inf"))}, r"model\.norm\.weight.*infinity"),
     "no tensor": (lambda s: {**s, NORM: [1.0] * 100}, r"model\.norm\.weight.*list"),
+    "meta": (lambda s: {**s, NORM: s[NORM].to("meta")}, r"model\.norm\.weight.*no values"),
     "empty": (lambda s: {}, r"missing"),
 }
 
