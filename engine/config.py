@@ -71,11 +71,6 @@ class EngineConfig:
     """Seconds in which a worker must have loaded the model."""
 
     @property
-    def in_this_process(self) -> bool:
-        """True if nothing needs a process of its own."""
-        return self.backend == "inproc"
-
-    @property
     def num_workers(self) -> int:
         """The number of processes that compute."""
         return self.replicas * self.pipeline_parallel_size

@@ -53,8 +53,8 @@ class _Kind(NamedTuple):
     large: int
 
     @property
-    def rooms(self) -> tuple[int, int, int]:
-        """The numbers of items, in their order."""
+    def num_items(self) -> tuple[int, int, int]:
+        """Of each kind, in their order."""
         return self.shared, self.small, self.large
 
 
@@ -79,8 +79,12 @@ class StepGraphs:
         max_num_batched_tokens: int,
         longest: int,
     ):
-        self._forward, self._device, self._group, self._longest = forward, device, group, longest
-        self._kernels, self._sequences = ops.backend(device), max_num_seqs
+        self._forward = forward
+        self._device = device
+        self._group = group
+        self._longest = longest
+        self._kernels = ops.backend(device)
+        self._sequences = max_num_seqs
         self._tile = self._kernels.tile_tokens(group)
         self._blocks = -(-longest // self._kernels.BLOCK)
         most = min(max_num_batched_tokens, _BUCKETS[-1])
@@ -91,8 +95,9 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _kind(self, layout: ops.PagedLayout) -> tuple[_Kind, list[np.ndarray]] | None:
-        """Return the graph that a step needs and the items for its rooms; None if it has more tokens or prompts."""
-        count, sequences = len(layout.positions), len(layout.lengths)
+        """Return the graph that a step needs and its items, by kind; None if it has more tokens or prompts."""
+        count = len(layout.positions)
+        sequences = len(layout.lengths)
         size = next((s for s in self.sizes if s >= count), None)
         if size is None:
             return None
@@ -141,8 +146,11 @@ class StepGraphs:
         return self._out[: len(given)]
 
     def _fill(self, kind: _Kind, items: list[np.ndarray], numbers: Tensor, layout: ops.PagedLayout) -> None:
-        size, count, sequences, width = kind.size, len(layout.positions), len(layout.lengths), items[0].shape[1]
-        tables = 3 * size + sum(kind.rooms) * width
+        size = kind.size
+        count = len(layout.positions)
+        sequences = len(layout.lengths)
+        width = items[0].shape[1]
+        tables = 3 * size + sum(kind.num_items) * width
         host = np.zeros(tables + layout.block_tables.size, np.int32)
         columns = host[: 3 * size].reshape(3, size)
         columns[:2, :count] = layout.positions, layout.slot_mapping
@@ -150,21 +158,22 @@ class StepGraphs:
         columns[2, :sequences] = layout.block_table_starts
         rows = host[3 * size : tables].reshape(-1, width)  # those that are not filled have 0 tokens
         first = 0
-        for room, some in zip(kind.rooms, items, strict=True):
+        for most, some in zip(kind.num_items, items, strict=True):
             rows[first : first + len(some)] = some
-            first += room
+            first += most
         host[tables:] = layout.block_tables
         numbers[: host.size].copy_(ops.to_device(host, self._device), non_blocking=True)
 
     def _capture(self, kind: _Kind, given: Tensor) -> tuple[Callable[[], object], Tensor]:
         """Record a graph. The largest comes first: others take their memory of it."""
-        size, largest = kind.size, self.sizes[-1]
+        size = kind.size
+        largest = self.sizes[-1]
         if kind.large and size < largest and not any(each.large for each in self._graphs):
             self._capture(_Kind(largest, 1, 0, 0, self._tiles(largest)), given)
         if self._given is None:
             self._given = given.new_zeros((largest, *given.shape[1:]))
         none = self._kernels.work_items([], self._group)
-        taken = sum(kind.rooms) * none.shape[1]
+        taken = sum(kind.num_items) * none.shape[1]
         tables = min(size, self._sequences) * self._blocks
         numbers = torch.zeros(3 * size + taken + tables, dtype=torch.int32, device=self._device)
         numbers[size : 2 * size] = -1

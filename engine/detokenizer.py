@@ -15,9 +15,6 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
 
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        """Return the vocabulary's entries of token ids."""
-
     def get_vocab(self) -> dict[str, int]:
         """Return the ids of all entries."""
 

@@ -93,7 +93,8 @@ class ModelRunner:
 
     def _token_ids(self, token_ids: np.ndarray) -> Tensor:
         """Return the ids on the device, those below 0 from the step before, which may still run."""
-        count, last = len(token_ids), self._last_token_ids
+        count = len(token_ids)
+        last = self._last_token_ids
         if token_ids.min() >= 0:
             return ops.to_device(token_ids, self.model.device)
         if np.array_equal(token_ids, -1 - np.arange(count)):  # it sampled all of them, in this order
@@ -106,7 +107,7 @@ class ModelRunner:
         """Return the hidden states of token ids [T], or of hidden states [T, hidden] of the stage before."""
         if self.routing_cache is None:
             return hidden_states(self.model, given, layout, self.kv_caches)
-        slots = layout.on(self.model.device).slot_mapping.long()  # -1 where a graph has no token: the spare block
+        slots = layout.on(self.model.device).slot_mapping.long()  # -1, the last block, where a graph has no token
         routed = RoutedExperts(noted=self.routing_cache.flatten(0, 1), at=slots)
         return hidden_states(self.model, given, layout, self.kv_caches, **{KEYWORD: routed})
 
@@ -120,12 +121,15 @@ class ModelRunner:
     @staticmethod
     def peak_bytes(model: PreTrainedModel, tokens: int) -> int:
         """Measure the memory that a step of `tokens` tokens takes on a GPU beside weights and KV, in bytes."""
-        device, config = model.device, model.config
+        device = model.device
+        config = model.config
         most = config.max_position_embeddings
         lengths = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
         layout = ops.packed_layout(lengths, group_size(config), device)
         first = random_input(model, tokens)
-        before, out, logits = torch.cuda.memory_allocated(device), None, None
+        before = torch.cuda.memory_allocated(device)
+        out = None
+        logits = None
         for _ in range(2):  # products that are proven at their first use take memory for it
             out = logits = None
             torch.cuda.reset_peak_memory_stats(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+
+from ..scheduler.scheduler import SchedulerStats
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,7 @@ class RequestOutput:
     seed: int | None = field(default=None, compare=False)
 
 
-COUNTERS = (  # the fields of EngineStats that only grow
-    "steps",
-    "prompt_tokens_computed",
-    "prefix_hit_tokens",
-    "generation_tokens",
-    "preemptions",
-    "draft_tokens",
-    "accepted_tokens",
-    "step_seconds",
-)
+COUNTERS = {"generation_tokens", "step_seconds", *(each.name for each in fields(SchedulerStats))}  # they only grow
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,6 @@ class LogitsRow:
     stale_kv: bool = False
     draft: int | None = None
 
-    @property
-    def mask(self) -> np.ndarray | None:
-        """The tokens that may be sampled, as `Backend.sample` takes them; None: all. What is scored is not masked."""
-        return self.sample.mask(self.position) if self.target < 0 else None
-
 
 @dataclass
 class SamplingMetadata:
@@ -74,7 +69,8 @@ class SamplingMetadata:
                 np.array([p.top_k for p in params], np.int64),
                 np.array([p.top_p for p in params], np.float64),
                 np.array([p.min_p for p in params], np.float64),
-                *ops.stack_masks([r.mask for r in rows]),
+                # what is scored is not masked
+                *ops.stack_masks([r.sample.mask(r.position) if r.target < 0 else None for r in rows]),
             ),
             num_logprobs=[-1 if count is None else count for count in counts],
             raw_logprobs=any(p.raw_logprobs for p in params),
@@ -82,18 +78,6 @@ class SamplingMetadata:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def __getitem__(self, rows: slice) -> SamplingMetadata:
-        return SamplingMetadata(
-            self.tokens[rows],
-            self.targets[rows],
-            self.seeds[rows],
-            self.sample_indices[rows],
-            self.positions[rows],
-            self.params[rows],
-            self.num_logprobs[rows],
-            self.raw_logprobs,
-        )
 
 
 class SamplerOutput:
@@ -142,8 +126,8 @@ def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerO
     alternatives: dict[int, tuple[Tensor, Tensor]] = {}
     ranked = max(metadata.num_logprobs, default=-1) >= 0
     for start in range(0, len(metadata), LOGIT_ROWS):
-        part = metadata[start : start + LOGIT_ROWS]
-        found, best = _sample_logits(head.logits(_rows(hidden, part.tokens)), part, ranked)
+        rows = slice(start, start + LOGIT_ROWS)
+        found, best = _sample_logits(head.logits(_rows(hidden, metadata.tokens[rows])), metadata, rows, ranked)
         columns.append(found)
         alternatives |= {start + row: pair for row, pair in best.items()}
     if not columns:
@@ -153,7 +137,8 @@ def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerO
 
 def _rows(hidden: Tensor, tokens: np.ndarray) -> Tensor:
     """Return the tokens' rows: where these are neighbours, as in decoding, nothing is copied."""
-    first, count = int(tokens[0]), len(tokens)
+    first = int(tokens[0])
+    count = len(tokens)
     if np.array_equal(tokens, np.arange(first, first + count)):
         return hidden[first : first + count]
     return hidden[ops.to_device(tokens, hidden.device)]
@@ -165,12 +150,12 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _sample_logits(
-    logits: Tensor, metadata: SamplingMetadata, ranked: bool
+    logits: Tensor, metadata: SamplingMetadata, rows: slice, ranked: bool
 ) -> tuple[tuple[Tensor | None, ...], dict[int, tuple[Tensor, Tensor]]]:
-    """Return the columns and alternatives of fp32 logits [R, V], as `SamplerOutput` takes them. Changes the logits."""
-    params = metadata.params
-    counters = metadata.seeds, metadata.sample_indices, metadata.positions
-    tokens, scores, thresholds = ops.sample(logits, params, metadata.targets, *counters)
+    """Return columns and alternatives of these rows' fp32 logits, as `SamplerOutput` takes them. Changes the logits."""
+    params = metadata.params[rows]
+    counters = metadata.seeds[rows], metadata.sample_indices[rows], metadata.positions[rows]
+    tokens, scores, thresholds = ops.sample(logits, params, metadata.targets[rows], *counters)
     raw = ranks = None
     if metadata.raw_logprobs:
         raw = ops.sample(logits, ops.RowParams.repeat(len(logits)), tokens).scores.logprob
@@ -178,7 +163,7 @@ def _sample_logits(
     if ranked:
         for row, masked in params.outside(logits.shape[1], logits.device):
             logits[row].masked_fill_(masked, -torch.inf)
-    for row, count in enumerate(metadata.num_logprobs):
+    for row, count in enumerate(metadata.num_logprobs[rows]):
         if count > 0:
             # by a tensor: by a number, CUDA multiplies with its reciprocal
             logp = logits[row] / logits.new_full((), params.temperature[row] or 1.0)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -107,26 +106,20 @@ def _is_free(name: str, overload: str, args: tuple, kwargs: dict[str, Any], out:
     return name in _FREE and not fuses
 
 
-@contextmanager
-def _mode_of(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into training or evaluation for a while."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was
-
-
 @torch.no_grad()
 def trace(model: PreTrainedModel) -> Trace:
     """Return the trace of a few tokens through a model, or a stage of one, in evaluation and in training."""
     given = random_input(model, TOKENS)
-    found = Trace(set(model.modules()))
-    for training in (False, True):
-        with _mode_of(model, training), found:
-            plain_call(model, given)
+    modes = {module: module.training for module in model.modules()}
+    found = Trace(set(modes))
+    try:
+        for training in (False, True):
+            model.train(training)
+            with found:
+                plain_call(model, given)
+    finally:
+        for module, training in modes.items():
+            module.training = training
     return found
 
 

@@ -43,9 +43,7 @@ def check_experts(name: str, module: Any) -> str:
         "further weights": bool(other_state(module, WEIGHTS)) and not module.has_bias,
     }
     found = [problem for problem, there in problems.items() if there]
-    activation = None
-    if not found:
-        activation = activation_of(lambda gate, up: module._apply_gate(torch.cat((gate, up), -1)))
+    activation = None if found else activation_of(lambda gate, up: module._apply_gate(torch.cat((gate, up), -1)))
     if activation is None:
         found = found or ["a gate of its own"]
         raise UnsupportedModelError(f"experts {name!r} ({type(module).__name__}) have {', '.join(found)}: not covered")

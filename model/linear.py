@@ -36,7 +36,8 @@ def products(x: Tensor, *modules: nn.Module) -> list[Tensor]:
     linears = _packed(modules)
     if linears is None:
         return [m(x) for m in modules]
-    weights, biases = [m.packed for m in linears], [m.bias for m in linears]
+    weights = [m.packed for m in linears]
+    biases = [m.bias for m in linears]
     return ops.linears(x, weights, biases, [m.low_rank for m in linears])  # type: ignore[arg-type]
 
 

@@ -188,7 +188,8 @@ def _read_experts(places: Places, mlp: Any, dtype: torch.dtype) -> ExpertParts |
     """Return what a launch takes of a block of experts; None for another MLP, or if it is left to its module."""
     if not isinstance(mlp, FusedMixture):
         return None
-    router, experts = places.module(mlp, "gate"), places.module(mlp, "experts")
+    router = places.module(mlp, "gate")
+    experts = places.module(mlp, "experts")
     gate_up, down = (places.passing(vars(experts), name) for name in WEIGHTS)
     if not isinstance(router, FusedRouter) or gate_up is None or down is None:
         return None
@@ -201,7 +202,8 @@ def _read_experts(places: Places, mlp: Any, dtype: torch.dtype) -> ExpertParts |
 
 def _read_layer(places: Places, layer: Any, dtype: torch.dtype) -> LayerParts:
     """Return what a launch of the layer takes."""
-    attention, mlp = places.module(layer, "self_attn"), places.module(layer, "mlp")
+    attention = places.module(layer, "self_attn")
+    mlp = places.module(layer, "mlp")
     if not isinstance(attention, FusedAttention):
         raise _SeveralLaunchesError
     dense = type(mlp) is ExactMLP
@@ -314,7 +316,8 @@ class FusedLayer(nn.Module):
     ) -> Tensor | Residual | Ahead:
         """Return the output of the launch's layers."""
         module: Any = self
-        total, normed = (x.total if isinstance(x, Residual) else x), module.input_layernorm(x)
+        total = x.total if isinstance(x, Residual) else x
+        normed = module.input_layernorm(x)
         rows = total.view(-1, total.shape[-1]), normed.view(-1, total.shape[-1])
         cos, sin = keywords["position_embeddings"]
         caches = [keywords["kv_caches"][index] for index in launch.indices]
@@ -396,7 +399,8 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         if type(each) is ExactRMSNorm and not each.offset and hasattr(each, "weight"):
             each.__class__ = FusedNorm
     for router in filter(calls.get, routing):
-        call, routed = calls[router], router.routing
+        call = calls[router]
+        routed = router.routing
         if call.args and routed.top_k < routed.num_experts:  # else the sum of all is 1, but for rare roundings
             call = _with_even_scores(call)
             _fuse_if_equal(router, FusedRouter, call) or _fuse_if_equal(router, PlainRouter, call)

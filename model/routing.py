@@ -160,6 +160,7 @@ def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | No
     layers, _, k = expert_sizes(model)
     if len(given) != len(lengths):
         raise ValueError(f"routed_experts has {len(given)} entries for {len(lengths)} sequences")
+    choosing = routers(model)
     found = torch.full((sum(lengths), layers, k), -1)
     start = 0
     for number, (ids, length) in enumerate(zip(given, lengths, strict=True)):
@@ -174,7 +175,7 @@ def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | No
                     f"{name} has shape {list(ids.shape)}, expected {[length - 1, layers, k]}: tokens, but the last one "
                     "needs none; layers; experts of a token"
                 )
-            _check(name, ids, routers(model))
+            _check(name, ids, choosing)
             found[start : start + len(ids)] = ids
         start += length
     return found
@@ -182,7 +183,8 @@ def checked_ids(model: PreTrainedModel, given: Sequence[np.ndarray | Tensor | No
 
 def _check(name: str, ids: Tensor, choosing: dict[int, Any]) -> None:
     for layer, router in choosing.items():
-        count, k = router.routing.num_experts, router.routing.top_k
+        count = router.routing.num_experts
+        k = router.routing.top_k
         rows = ids[:, layer, :k].sort(-1).values
         own = (rows == -1).all(-1)
         problems = {

@@ -57,7 +57,8 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layer
 def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
     """Cut a checkpoint's layers by the parameters that a token meets: the time of decoding follows them."""
     config = load_config(path)
-    layers, head = [0] * config.num_hidden_layers, config.vocab_size * config.hidden_size
+    layers = [0] * config.num_hidden_layers
+    head = config.vocab_size * config.hidden_size
     for name, (shape, _) in manifest(resolve(path)).items():
         if (found := _LAYER.search(name)) and int(found[0]) < len(layers):  # others predict further tokens
             layers[int(found[0])] += int(torch.Size(shape).numel())
@@ -80,7 +81,8 @@ def stage_model(
     path = resolve(name)
     config = load_config(path)
     check_config(config)
-    first, last = layers[0] == 0, layers[1] == config.num_hidden_layers
+    first = layers[0] == 0
+    last = layers[1] == config.num_hidden_layers
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager" if exact else "sdpa"
@@ -94,7 +96,8 @@ def stage_model(
     base = model.base_model
     tied = config.tie_word_embeddings
     if not last:
-        base.norm, model.lm_head = nn.Identity(), None
+        base.norm = nn.Identity()
+        model.lm_head = None
     if not (first or (last and tied)):
         base.embed_tokens = None
     model.generation_config = load_generation_config(path) or model.generation_config

@@ -20,21 +20,16 @@ MAX_PROMPT = 4096  # tokens at a prompt's end that are indexed
 MAX_LIVE = 2**21  # tokens of growing texts that are indexed, 900 bytes each with the usual lengths
 MAX_HISTORY = 2**24  # tokens of finished rollouts that are kept, 4 bytes each, with ROLLOUT_TOKENS for each rollout
 ROLLOUT_TOKENS = 300  # that take as much memory as the rest of what is kept of a rollout and its prompt
-PART, MAX_PART, MAX_POOL = 2**12, 2**15, 2**18  # tokens of a pool's smallest part, of one not merged, and of all
+PART = 2**12
+MAX_PART = 2**15
+MAX_POOL = 2**18  # tokens of a pool's smallest part, of one not merged, and of all
 MAX_POOLS = 8  # of the salts used last
 END = -1  # of a text among others
 NO_ROLLOUT = array("i")
 HASH_BASE = 0x9E3779B97F4A7C15
 
 
-@dataclass(eq=False)
-class Text:
-    """Tokens that may be repeated: a prompt, or the end of one and a rollout."""
-
-    tokens: list[int]
-
-
-Place = tuple[Text, int]  # a text, and the number of a token in it
+Place = tuple[list[int], int]  # a text, which may be repeated and may grow, and the number of a token in it
 
 
 class LiveIndex:
@@ -45,15 +40,14 @@ class LiveIndex:
         self._places: dict[int, dict[tuple[int, ...], list[Place]]] = {n: defaultdict(list) for n in lengths}
         self.size = 0  # tokens
 
-    def extend(self, text: Text, tokens: Seq[int]) -> None:
+    def extend(self, text: list[int], tokens: Seq[int]) -> None:
         """Append tokens to a text."""
-        old = len(text.tokens)
-        known = text.tokens
-        known += tokens
+        old = len(text)
+        text += tokens
         self.size += len(tokens)
         for length, places in self._places.items():
-            for end in range(max(old, length), len(known)):
-                places[tuple(known[end - length : end])].append((text, end))
+            for end in range(max(old, length), len(text)):
+                places[tuple(text[end - length : end])].append((text, end))
 
     def find(self, run: list[int]) -> list[Place]:
         """Return the newest places after this run, whose length is one of `lengths`."""
@@ -68,7 +62,7 @@ class StillIndex:
 
     def __init__(self, lengths: Seq[int], texts: Seq[Seq[int]]):
         tokens = np.concatenate([np.array([*text, END], np.int64) for text in texts])
-        self._text = Text(tokens.tolist())
+        self._text: list[int] = tokens.tolist()
         self._hashes: dict[int, tuple[array, array]] = {}  # by length: sorted hashes, and the place after each run
         for length in lengths:
             places = length + np.flatnonzero(tokens[length:] != END)
@@ -148,7 +142,7 @@ class Group:
     ended: int = 0
 
     @cached_property
-    def twins(self) -> dict[Hashable, array]:
+    def by_key(self) -> dict[Hashable, array]:
         """The newest earlier rollout of each `random_key`."""
         return dict(self.rollouts)
 
@@ -173,7 +167,7 @@ class Cursor:
     group: Group
     index: LiveIndex
     pool: Pool
-    text: Text
+    text: list[int]
     known: int
     places: list[Place] = field(default_factory=list)
 
@@ -202,18 +196,18 @@ class SuffixDrafter:
         self._pools: OrderedDict[bytes, Pool] = OrderedDict()  # by salt
 
     def source(self, seq: Sequence) -> str:
-        """Return twin, where the sequence agrees with a rollout of the same `random_key`, or texts."""
-        return "twin" if self._twin(seq) else "texts"
+        """Return key, where the sequence agrees with a rollout of the same `random_key`, or texts."""
+        return "key" if self._of_same_key(seq) else "texts"
 
     def propose(self, seq: Sequence, limit: int) -> tuple[list[int], list[float]]:
         """Return up to `limit` tokens that may come next, and the share of places that agree on each."""
         cursor = self._cursor(seq)
-        if twin := self._twin(seq):
+        if earlier := self._of_same_key(seq):
             known = seq.num_completion_tokens
-            tokens = [*twin[known : known + limit]]
+            tokens = [*earlier[known : known + limit]]
             return tokens, [1.0] * len(tokens)
-        self._take_in(cursor, seq)  # not before: the twin's own text is known
-        if not any(i < len(text.tokens) for text, i in cursor.places):
+        self._take_in(cursor, seq)  # not before: an earlier rollout's text is known
+        if not any(i < len(text) for text, i in cursor.places):
             cursor.places = self._find(cursor)
         return _most_common(cursor.places, limit)
 
@@ -234,13 +228,14 @@ class SuffixDrafter:
             self._keep(_key(seq) if cursor is None else cursor.key, seq.random_key, rollout)
             self._pool(seq.cache_salt).add(rollout)
 
-    def _twin(self, seq: Sequence) -> array:
+    def _of_same_key(self, seq: Sequence) -> array:
         """Return the rollout of the same `random_key` if it has more tokens and those before agree; empty otherwise."""
-        twin = self._cursor(seq).group.twins.get(seq.random_key, NO_ROLLOUT)
+        earlier = self._cursor(seq).group.by_key.get(seq.random_key, NO_ROLLOUT)
         known = seq.num_completion_tokens
         since = max(0, known - self.lengths[0])
-        agrees = known < len(twin) and twin[since:known] == array("i", seq.token_ids[seq.num_prompt_tokens + since :])
-        return twin if agrees else NO_ROLLOUT
+        last = array("i", seq.token_ids[seq.num_prompt_tokens + since :])
+        agrees = known < len(earlier) and earlier[since:known] == last
+        return earlier if agrees else NO_ROLLOUT
 
     def _cursor(self, seq: Sequence) -> Cursor:
         """Follow a sequence, by itself or in its prompt's group."""
@@ -254,7 +249,7 @@ class SuffixDrafter:
             group = self._groups[key] = Group(LiveIndex(self.lengths), prompt[-MAX_PROMPT:], rollouts)
         group.live += 1
         index = group.index if self.shared else LiveIndex(self.lengths)
-        cursor = Cursor(key, group, index, self._pool(seq.cache_salt), Text(prompt[-self.lengths[-1] :]), len(prompt))
+        cursor = Cursor(key, group, index, self._pool(seq.cache_salt), prompt[-self.lengths[-1] :], len(prompt))
         return self._cursors.setdefault(seq.seq_id, cursor)
 
     def _pool(self, salt: bytes) -> Pool:
@@ -268,25 +263,21 @@ class SuffixDrafter:
         """Index a sequence's new tokens, and leave the places that went on otherwise."""
         new = seq.token_ids[cursor.known :]
         if new:
-            self._index(cursor.index, cursor.text, new)
+            if self._live_tokens + len(new) > MAX_LIVE:
+                cursor.text += new
+            else:
+                cursor.index.extend(cursor.text, new)
+                self._live_tokens += len(new)
             length = len(new)
-            went_on = [(text, i + length) for text, i in cursor.places if text.tokens[i : i + length] == new]
-            cursor.places = [(text, i) for text, i in went_on if text.tokens[i : i + 1] != [END]]
+            went_on = [(text, i + length) for text, i in cursor.places if text[i : i + length] == new]
+            cursor.places = [(text, i) for text, i in went_on if text[i : i + 1] != [END]]
             cursor.known += length
-
-    def _index(self, index: LiveIndex, text: Text, tokens: list[int]) -> None:
-        """Append tokens to a text, and index them unless there are too many."""
-        if self._live_tokens + len(tokens) > MAX_LIVE:
-            text.tokens += tokens
-            return
-        index.extend(text, tokens)
-        self._live_tokens += len(tokens)
 
     def _find(self, cursor: Cursor) -> list[Place]:
         """Return the places after the longest run that ends the sequence and is known."""
         best: list[Place] = []
         for length in reversed(self.lengths):  # no longer run is known where a shorter one isn't
-            run = cursor.text.tokens[-length:]
+            run = cursor.text[-length:]
             if len(run) < length:
                 break
             found = cursor.group.still.find(length, _hash(run))
@@ -298,7 +289,7 @@ class SuffixDrafter:
             best = found
         else:
             return best[-MAX_PLACES:]
-        run = cursor.text.tokens[-self.lengths[0] :]  # known elsewhere it says more than a shorter one here
+        run = cursor.text[-self.lengths[0] :]  # known elsewhere it says more than a shorter one here
         elsewhere = cursor.pool.find(run) if len(run) == self.lengths[0] else []
         return elsewhere or best[-MAX_PLACES:]
 
@@ -330,7 +321,7 @@ def _most_common(places: list[Place], limit: int) -> tuple[list[int], list[float
     """Follow the token on which most places agree, of equals the newest one's, and then the places that had it."""
     tokens: list[int] = []
     shares: list[float] = []
-    ahead = [_until_end(text.tokens[i : i + limit]) for text, i in reversed(places)]
+    ahead = [_until_end(text[i : i + limit]) for text, i in reversed(places)]
     while ahead := [after for after in ahead if len(after) > len(tokens)]:
         number = len(tokens)
         if ahead.count(ahead[0]) == len(ahead):

@@ -61,13 +61,11 @@ def packed_batches(
     block = ops.backend(model.device).BLOCK
     share_prefixes = share_prefixes and not note_experts
     before: Sequence[int] = ()
-    rows: list[Tensor] = []
-    counts: list[int] = []
-    shared: list[int] = []
-    given: list[np.ndarray | Tensor | None] = []
+    entries: list[tuple[Tensor, int, int, Any]] = []  # tokens, scored ones, shared ones, experts
     size = 0
 
     def batch() -> PackedBatch:
+        rows, counts, shared, given = (list(column) for column in zip(*entries, strict=True))
         experts = given if any(ids is not None for ids in given) else None
         return PackedBatch.of(model, rows, counts, shared, experts, note_experts)
 
@@ -78,24 +76,18 @@ def packed_batches(
         if not len(prompt):
             raise ValueError("a rollout needs a prompt of at least one token")
         # whole blocks, and never the prompt's last token, whose logits are asked for
-        alike = rows and share_prefixes and experts is None and given[-1] is None
+        alike = entries and share_prefixes and experts is None and entries[-1][3] is None
         common = _common_prefix(before, prompt[:-1]) // block * block if alike else 0
         length = len(prompt) + len(completion)
-        if rows and size + length - common > budget:
+        if entries and size + length - common > budget:
             yield batch()
-            rows = []
-            counts = []
-            shared = []
-            given = []
+            entries = []
             size = 0
             common = 0
         size += length - common
-        rows.append(torch.tensor([*prompt[common:], *completion]))
-        counts.append(len(completion))
-        shared.append(common)
-        given.append(experts)
+        entries.append((torch.tensor([*prompt[common:], *completion]), len(completion), common, experts))
         before = prompt
-    if rows:
+    if entries:
         yield batch()
 
 

@@ -44,7 +44,7 @@ def after_longest_run(texts, tokens, lengths):
 
 def found_by(drafter, number):
     """The tokens at the places that the drafter finds anew for a sequence."""
-    return [text.tokens[i] for text, i in drafter._find(drafter._cursors[number])]
+    return [text[i] for text, i in drafter._find(drafter._cursors[number])]
 
 
 @pytest.mark.parametrize("min_match", [1, 2, 3])
@@ -70,7 +70,7 @@ def test_drafts_come_from_places_of_the_longest_match(monkeypatch, min_match, sh
                 assert bool(tokens) == (best >= min_match)
                 if tokens:
                     places = drafter._cursors[number].places
-                    known = [text.tokens[i] for text, i in places if i < len(text.tokens)]
+                    known = [text[i] for text, i in places if i < len(text)]
                     assert not {*following} - {*known}, "a place of the longest match was left out"
                     most = max(known.count(t) for t in known)
                     assert known.count(tokens[0]) == most
@@ -168,7 +168,7 @@ def test_a_pool_finds_what_its_newest_parts_hold_and_no_more(monkeypatch):
     found = 0
     for run in itertools.product(range(9), repeat=3):
         following = [after(text, run) for _, part in pool._parts for text in part]
-        places = [text.tokens[i] for text, i in pool.find([*run])]
+        places = [text[i] for text, i in pool.find([*run])]
         assert bool(places) == any(following)
         assert {*places} <= {*itertools.chain(*following)}
         found += len(places)
@@ -231,7 +231,7 @@ def test_growing_texts_are_indexed_up_to_a_bound(monkeypatch):
                 assert drafter._live_tokens == sum(index.size for index in indexes.values()) <= 300
         assert drafter._live_tokens > 290
         known = drafter._cursors[29]
-        assert known.text.tokens == running[29].token_ids[: known.known], "its own text is known to its end"
+        assert known.text == running[29].token_ids[: known.known], "its own text is known to its end"
         for seq in running:
             drafter.finish(seq)
         assert drafter._live_tokens == 0
@@ -250,7 +250,7 @@ def test_rollouts_without_a_draft_are_kept_and_those_that_ended_early_replace_no
     assert len(drafter._history.popitem()[1]) == 2
 
 
-def test_earlier_rollouts_are_not_indexed_while_a_twin_agrees(monkeypatch):
+def test_earlier_rollouts_are_not_indexed_while_one_of_the_same_key_agrees(monkeypatch):
     drafter = SuffixDrafter([4, 2, 1], True, window=8)
     drafter.finish(sequence(0, [5], [6, 7, 8], key=1))
     made = []
@@ -350,10 +350,10 @@ def test_a_drafter_that_takes_long_saves_none_of_its_own_time():
 
 
 def test_a_source_that_is_seldom_right_does_not_speak_for_another():
-    """A validation's drafts after those of rollouts, and what a sample drafts once it left its twin."""
+    """A validation's drafts after those of rollouts, and what a sample drafts once it left an earlier one."""
     one = Speculator(SpeculativeConfig(method="suffix"), 100, lambda rows: 1.0 + 0.1 * rows)
     one._usual["texts"] = Tally(offered=100.0, accepted=2.0)
-    one._usual["twin"] = Tally(offered=100.0, accepted=98.0)
+    one._usual["key"] = Tally(offered=100.0, accepted=98.0)
     one.finish(sequence(0, [5], [*range(10, 60)], key=1))
     for key, tokens, length in ((1, [10], 8), (2, [10, 11, 12], 0), (1, [10, 11, 99, 10, 11], 0)):
         seq = sequence(key + len(tokens), [5], tokens, key=key)
