@@ -18,7 +18,9 @@ FLOORS = [
     ["scheduler", "model"],
     ["kernels"],
 ]
-INK, FILL, FRAME = "#22303c", "#e8eef4", "#7a8b99"
+INK = "#22303c"
+FILL = "#e8eef4"
+FRAME = "#7a8b99"
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str = FILL) -> None:

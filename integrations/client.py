@@ -54,7 +54,8 @@ class Client:
         self._group: WeightGroup | None = None
         self._control = self._http
         info = self.get("/server_info")
-        self._limits, self.context_length = info["limits"], info["context_length"]
+        self._limits = info["limits"]
+        self.context_length = info["context_length"]
         port = info.get("control_port")
         if port is not None and self._http.base_url.host in ("127.0.0.1", "localhost", "::1"):
             self._control = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=timeout)
@@ -103,7 +104,8 @@ class Client:
 
     def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
         """The prompts that fit in a call together: by samples, by the log-probs that they may return, and by size."""
-        limits, room = self._limits, self.context_length
+        limits = self._limits
+        room = self.context_length
         begin = sequences = values = size = 0
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             length = min(room, len(prompt.encode()) + 8) if isinstance(prompt, str) else len(prompt)  # or fewer
@@ -116,7 +118,10 @@ class Client:
             size += len(prompt)
             if i > begin and (sequences > limits["sequences"] or values > limits["values"] or size > CALL_SIZE):
                 yield slice(begin, i)
-                begin, sequences, values, size = i, p.n, more, len(prompt)
+                begin = i
+                sequences = p.n
+                values = more
+                size = len(prompt)
         if prompts:
             yield slice(begin, len(prompts))
 

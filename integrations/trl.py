@@ -36,7 +36,8 @@ from ..trainer.logprobs import check_same_bits, exact_head, token_logprobs
 from .client import Client
 from .remote_engine import RemoteEngine
 
-OLDEST, TESTED = "1.15.0", "1.16.0"
+OLDEST = "1.15.0"
+TESTED = "1.16.0"
 if Version(trl.__version__) < Version(OLDEST) or not hasattr(utils, "FusedCausalLMOutput"):
     raise ImportError(f"samebits.integrations.trl needs trl>={OLDEST}, as {TESTED} is; this is {trl.__version__}")
 
@@ -224,7 +225,9 @@ def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: S
 
     Raises NumericsError for an engine of other numerics, ValueError for settings of accelerate that change bits.
     """
-    path, dtype, cast = model.config._name_or_path, model.dtype, None
+    path = model.config._name_or_path
+    dtype = model.dtype
+    cast = None
     if accelerator.state.dynamo_plugin.backend.value != "NO" or accelerator.mixed_precision == "fp8":
         raise ValueError("neither torch.compile (dynamo_backend) nor mixed_precision=fp8 is exact; leave them out")
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -317,7 +320,8 @@ class ExactGeneration:
         if images is not None:
             raise NotImplementedError("an exact model takes text alone, no images")
         place = ("train" if self.trainer.model.training else "eval", self.trainer.state.global_step)
-        requests, params = [], []
+        requests = []
+        params = []
         row = self.first_row
         for prompt, same in itertools.groupby(prompts):
             count = len(list(same))

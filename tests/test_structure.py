@@ -84,6 +84,18 @@ def test_no_files_import_each_other_in_a_circle():
     assert not arrows, "a circle leads through some of these"
 
 
+def test_no_statement_assigns_two_values_but_to_swap():
+    """Kernels aside, where a pair of accumulators begins together."""
+    found = []
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())) if module.split(".")[0] != "kernels" else ():
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.targets) == 1:
+                read = {ast.unparse(part) for value in node.value.elts for part in ast.walk(value)}
+                if isinstance(node.targets[0], ast.Tuple) and not read & set(map(ast.unparse, node.targets[0].elts)):
+                    found.append(f"{module}, line {node.lineno}")
+    assert not found
+
+
 def test_the_garbage_collector_is_off_until_the_last_block_ends_and_then_what_it_was():
     with contextlib.suppress(ImportError), without_collections():
         assert not gc.isenabled()

@@ -231,7 +231,8 @@ def _without_each_block(candidate: Gradients, target: Gradients, paired: bool, b
     if blocks == 1:
         nothing = torch.zeros(1, dtype=torch.float64)
         return nothing, nothing
-    own, reference = candidate.moments(candidate, True), target.moments(target, True)
+    own = candidate.moments(candidate, True)
+    reference = target.moments(target, True)
     inner = candidate.moments(target, paired)
     square = candidate.squares(candidate) / len(candidate.values)
     left = [(v.sum() - v) / (blocks - 1) for v in (inner, own, own + (square - own) / batch, reference)]

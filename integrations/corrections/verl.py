@@ -92,7 +92,8 @@ def _parts(what: str, threshold: object, most: int) -> tuple[float | None, float
     try:
         *low, high = map(float, str(threshold).split("_"))
     except ValueError:
-        low, high = [0.0] * most, 0.0
+        low = [0.0] * most
+        high = 0.0
     if len(low) >= most or min(*low, high, math.inf) <= 0:
         expected = '"high" or "low_high"' if most == 2 else '"high"'
         raise ValueError(f"{what}={threshold!r}; expected {expected}, positive numbers")
