@@ -126,8 +126,7 @@ def warm_up(model, tokenizer, count: int, until: float, max_steps: int, seed: in
     rng = random.Random(f"{seed}/demonstrations")
     chances = [0.0]
     for _ in range(max_steps):
-        sequences = []
-        masks = []
+        sequences, masks = [], []
         for problem in (draw(rng, count) for _ in range(32)):
             ids = tokenizer.encode(problem.prompt)
             mask = [False] * len(ids)

@@ -60,8 +60,7 @@ def score(model_name: str, exact: bool, job: str) -> None:
     from samebits.trainer import exact_model, shard, token_logprobs
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     samples = torch.load(job)
     model = shard(exact_model(model_name, exact=exact))
     mine = list(range(rank, len(samples), world))
@@ -97,8 +96,7 @@ def compare(model: str, exact: bool, max_tokens: int, n: int, console: Console) 
     for i, prompt in enumerate(PROMPTS):
         pairs = [(torch.tensor(s["logprobs"]), lp) for s, lp in zip(samples, scores, strict=True) if s["prompt"] == i]
         rollout, trainer = (torch.cat(side) for side in zip(*pairs, strict=True))
-        largest = (rollout - trainer).abs().max().item()
-        unequal = int((rollout != trainer).sum())
+        largest, unequal = (rollout - trainer).abs().max().item(), int((rollout != trainer).sum())
         table.add_row(
             prompt[:44], str(len(rollout)), f"{statistics.fmean(rollout.tolist()):.4f}", f"{largest:.3g}", str(unequal)
         )

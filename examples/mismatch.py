@@ -58,8 +58,7 @@ def rewarded(rollouts: Iterable[Rollout], tokenizer) -> Iterator[Rollout]:
 
 def vllm_rollouts(python: str, path: Path, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
     with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.json"
-        out = Path(folder) / "out.jsonl"
+        job, out = Path(folder) / "job.json", Path(folder) / "out.jsonl"
         job.write_text(json.dumps({
             "model": str(path), "dtype": "bfloat16", "prompts": prompts, "n": n, "max_tokens": max_tokens,
             "out": str(out),
@@ -149,8 +148,7 @@ def write_report(
     calibrated = calibration.calibrate_files(engine, reference, scorer, batch_size=batch_size, margin=margin)
     chosen = calibrated.result.verdict.recommended
     snippets = {} if chosen is None else mismatch.snippets("decoupled", calibrated.candidates[chosen])
-    first = report.diagnosis(found, tokenizer.decode, null)
-    second = report.calibration(calibrated, snippets)
+    first, second = report.diagnosis(found, tokenizer.decode, null), report.calibration(calibrated, snippets)
     (out / "diagnosis.html").write_text(report.page(title, first))
     (out / "calibration.html").write_text(report.page(f"Calibration: {title}", second))
     (out / "calibration.json").write_text(report.strict_json(report.calibration_numbers(calibrated, snippets)))
@@ -181,8 +179,7 @@ def main() -> None:
     path = resolve(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     args.out.mkdir(parents=True, exist_ok=True)
-    engine = args.out / "rollouts.jsonl"
-    reference = args.out / "exact.jsonl"
+    engine, reference = args.out / "rollouts.jsonl", args.out / "exact.jsonl"
     sizes = prompts_of(tokenizer, args.prompts), args.n, args.max_tokens
     if args.engine == "vllm" and not args.vllm_python:
         parser.error("--engine vllm needs --vllm-python")

@@ -13,8 +13,7 @@ sequences = [out.prompt_token_ids + c.token_ids for c in out.completions]
 model = exact_model("smollm2")  # a HF module: wrap it with fully_shard, give it to any optimizer
 logprobs = token_logprobs(model, sequences, params)  # differentiable
 for completion, logprob in zip(out.completions, logprobs, strict=True):
-    rollout = torch.tensor(completion.logprobs)
-    trainer = logprob[len(out.prompt_token_ids) :]
+    rollout, trainer = torch.tensor(completion.logprobs), logprob[len(out.prompt_token_ids) :]
     print(torch.equal(rollout, trainer), repr(completion.text))
 
 torch.stack([lp.sum() for lp in logprobs]).mean().backward()

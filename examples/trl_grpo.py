@@ -51,8 +51,7 @@ class ComparedTrainer(ExactGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         found = super()._generate_and_score_completions(inputs)
         if self.plain is None:
-            path = self.model.config._name_or_path
-            dtype = self.model.dtype
+            path, dtype = self.model.config._name_or_path, self.model.dtype
             self.plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self.plain.load_state_dict(self.model.state_dict())
         ids = torch.cat((found["prompt_ids"], found["completion_ids"]), 1)
