@@ -15,7 +15,7 @@ from ..model.rollout import forget_steps, prepare_rollout
 from ..model.routing import KEYWORD, RoutedExperts, new_routing_cache
 from .cuda_graphs import StepGraphs
 from .planner import Plan
-from .sampler import LOGIT_ROWS, SamplerOutput, sample
+from .sampler import SAMPLED_ROWS, SamplerOutput, sample
 
 
 class ModelRunner:
@@ -136,7 +136,7 @@ class ModelRunner:
             with torch.inference_mode():
                 out = hidden_states(model, first, layout)
                 if (head := model.get_output_embeddings()) is not None:
-                    logits = head.logits(out[:LOGIT_ROWS])
+                    logits = head.logits(out[:SAMPLED_ROWS])
                     ops.sample(logits, ops.RowParams.repeat(len(logits)), torch.full((len(logits),), -1, device=device))
         peak = torch.cuda.max_memory_allocated(device) - before
         del out, logits, first, layout

@@ -13,7 +13,7 @@ from ..kernels import ops
 from ..model.exact import LMHead
 from .request import Sample, SampledToken
 
-LOGIT_ROWS = 256  # rows of fp32 logits in memory at a time
+SAMPLED_ROWS = 256  # rows of fp32 logits in memory at a time
 
 
 @dataclass
@@ -125,8 +125,8 @@ def sample(head: LMHead, hidden: Tensor, metadata: SamplingMetadata) -> SamplerO
     columns: list[tuple[Tensor | None, ...]] = []
     alternatives: dict[int, tuple[Tensor, Tensor]] = {}
     ranked = max(metadata.num_logprobs, default=-1) >= 0
-    for start in range(0, len(metadata), LOGIT_ROWS):
-        rows = slice(start, start + LOGIT_ROWS)
+    for start in range(0, len(metadata), SAMPLED_ROWS):
+        rows = slice(start, start + SAMPLED_ROWS)
         found, best = _sample_logits(head.logits(_rows(hidden, metadata.tokens[rows])), metadata, rows, ranked)
         columns.append(found)
         alternatives |= {start + row: pair for row, pair in best.items()}

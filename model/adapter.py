@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."  # of a base model's names in PEFT's files and models
 FILE = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _SUPPORTED = frozenset({  # settings that may have any value; others must have their default
     "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern", "init_lora_weights", "task_type", "auto_mapping", "peft_version", "revision",

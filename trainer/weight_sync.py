@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..engine.weights.group import WHOLE
 from ..engine.weights.spec import buckets, checksum, full_tensors
-from ..model.adapter import WEIGHTS, adapter_state, is_adapted, load_adapter_config
+from ..model.adapter import WEIGHTS_FILE, adapter_state, is_adapted, load_adapter_config
 from ..model.stored import Piece, by_tensor, stored_pieces, stored_state
 from .atomic import publish, sync
 from .fsdp import together
@@ -56,7 +56,7 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     for number, pairs in enumerate(buckets(_tensors(state, writes), _nbytes, limit), 1):
         with alike():
             if writes:
-                name = WEIGHTS if adapted else f"model-{number:05}.safetensors"
+                name = WEIGHTS_FILE if adapted else f"model-{number:05}.safetensors"
                 tensors = dict(as_stored(pairs))
                 sums = {n: checksum([t]) for n, t in tensors.items()}
                 save_file(tensors, draft / name, {"format": "pt", "checksums": json.dumps(sums)})

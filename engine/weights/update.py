@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...kernels.contract import Contract
-from ...model.adapter import WEIGHTS, describe, is_folder, load_adapter_config, resolve_placements
+from ...model.adapter import WEIGHTS_FILE, describe, is_folder, load_adapter_config, resolve_placements
 from ...model.checkpoint import CheckpointError, StoredWeights, manifest
 from ...model.exact import check_same_numerics, load_config
 from .spec import TensorSpec, full_tensors, gathering, specs_of
@@ -95,9 +95,9 @@ class WeightUpdate:
         if theirs != self.table.adapter:
             raise WeightUpdateError(f"{path}: the adapter is {theirs}; the engine's is {self.table.adapter}")
         try:
-            tensors = load_file(path / WEIGHTS)
+            tensors = load_file(path / WEIGHTS_FILE)
         except SafetensorError as error:
-            raise CheckpointError(f"{path / WEIGHTS} is truncated, or not a safetensors file: {error}") from error
+            raise CheckpointError(f"{path / WEIGHTS_FILE} is truncated, or not a safetensors file: {error}") from error
         self.workers.send_tensors(self.id, self._checked(tensors.items()))
 
     def _load_directory(self, path: pathlib.Path) -> None:
