@@ -51,7 +51,8 @@ def page(title: str, parts: list[Part]) -> str:
     """A self-contained HTML page."""
     name = html.escape(title)
     body = "\n".join(map(_section, parts))
-    terms = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in _glossary().items() if k in body)
+    meanings = {html.escape(term): html.escape(meaning) for term, meaning in _glossary().items()}
+    terms = "".join(f"<dt>{term}</dt><dd>{meaning}</dd>" for term, meaning in meanings.items() if term in body)
     glossary = f"<details><summary>Glossary</summary><dl>{terms}</dl></details>" if terms else ""
     style = (_FOLDER / "page.css").read_text()
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

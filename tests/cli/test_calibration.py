@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -407,6 +408,12 @@ def test_the_chosen_one_is_always_shown(plain, monkeypatch):
     assert {last, "none"} == {a.name for a in plots.shown_candidates(result)}
     assert f">{family}<".encode() in plots.thresholds(result, "svg")
     assert f">{family}<".encode() not in plots.thresholds(plain.result, "svg")
+
+
+def test_the_glossary_has_a_pages_terms_also_where_html_spells_them_otherwise():
+    table = "| C(r), A < 0 | k1 |\n| --- | --- |\n| 1 | 2 |"
+    shown = report.page("x", [report.Text("Candidates", table)])
+    assert re.findall("<dt>(.*?)</dt>", shown) == ["C(r), A &lt; 0", "k1"]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])
