@@ -69,9 +69,9 @@ def packed(rollouts: list[Rollout], trainer: Literal["old", "reference", "replay
         missing = next(r for r in rollouts if getattr(r, trainer) is None)
         wanted = "old_logprobs, or a --model to re-score with"
         raise RolloutFormatError(f"{missing.source}: no trainer's log-probs; expected {wanted}")
-    masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in rollouts]
+    mask = torch.from_numpy(np.concatenate([r.valid for r in rollouts]))
     offsets = torch.tensor([0, *(len(r.token_ids) for r in rollouts)]).cumsum(0)
-    return LogProbs(torch.from_numpy(np.concatenate(masks)), joined("rollout"), old, joined("current"), offsets)
+    return LogProbs(mask, joined("rollout"), old, joined("current"), offsets)
 
 
 def diagnose(

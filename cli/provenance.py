@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -59,10 +59,9 @@ def check_reference(rollouts: Iterable[Rollout], expected: dict[str, Any]) -> No
     for rollout in rollouts:
         _check_origin(rollout, expected)
         assert rollout.reference is not None
-        recorded, exact = (values.astype(np.float32) for values in (rollout.rollout, rollout.reference))
-        wrong = recorded != exact
-        if rollout.mask is not None:
-            wrong &= rollout.mask
+        recorded = rollout.rollout.astype(np.float32)
+        exact = rollout.reference.astype(np.float32)
+        wrong = (recorded != exact) & rollout.valid
         if wrong.any():
             at = int(wrong.argmax())
             raise RolloutFormatError(
@@ -73,13 +72,8 @@ def check_reference(rollouts: Iterable[Rollout], expected: dict[str, Any]) -> No
 
 def check_engine(rollouts: list[Rollout], path: object) -> None:
     """Refuse rollouts that can't come from the model, temperature and filters that re-scored them."""
-    found = [
-        (r.rollout[m], r.reference[m])
-        for r in rollouts
-        if r.reference is not None
-        for m in (np.ones(len(r.token_ids), bool) if r.mask is None else r.mask,)
-    ]
-    engine, exact = (np.concatenate(side) for side in zip(*found, strict=True))
+    engine = np.concatenate([r.rollout[r.valid] for r in rollouts])
+    exact = np.concatenate([r.reference[r.valid] for r in rollouts if r.reference is not None])
     possible = exact > IMPOSSIBLE
     excluded = int((~possible).sum())
     if excluded > _EXCLUDED * len(exact):
@@ -105,12 +99,11 @@ def in_order(rollouts: Iterable[Rollout]) -> tuple[list[Rollout], int]:
         parts = (_ids(rollout.prompt_token_ids), _ids(rollout.token_ids), rollout.rollout)
         alike[b"".join(part.tobytes() for part in parts)].append(rollout)
     kept = []
-    copies = 0
     for key in sorted(alike):
         same = sorted(alike[key], key=_rest)
         likely = float(same[0].rollout.sum()) >= _COPY
         kept += same if likely else same[:1]
-        copies += 0 if likely else len(same) - 1
+    copies = sum(map(len, alike.values())) - len(kept)
     return sorted(kept, key=lambda r: r.group or ""), copies
 
 
@@ -179,6 +172,6 @@ def shared_groups(*sides: list[Rollout]) -> tuple[list[list[Rollout]], int]:
 
 def counts(rollouts: list[Rollout]) -> dict[str, int]:
     """The sequences, prompts and tokens of a file."""
-    groups = Counter(r.group for r in rollouts)
-    tokens = sum(len(r.token_ids) if r.mask is None else int(r.mask.sum()) for r in rollouts)
+    groups = {r.group for r in rollouts}
+    tokens = sum(int(r.valid.sum()) for r in rollouts)
     return {"sequences": len(rollouts), "prompts": len(groups), "tokens": tokens}

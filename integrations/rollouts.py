@@ -52,6 +52,11 @@ class Rollout:
     provenance: dict[str, Any] | None = None
     source: str = ""
 
+    @property
+    def valid(self) -> np.ndarray:
+        """The mask, bool [T]; of all tokens where there is none."""
+        return np.ones(len(self.token_ids), bool) if self.mask is None else self.mask
+
 
 class RolloutFormatError(ValueError):
     """A record that can't be read: "file:line: what is wrong; expected what". Lines count from 1, file[row] from 0."""
