@@ -3,8 +3,6 @@ markdown, as JSON, and (`page.py`) as HTML with figures."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -70,16 +69,13 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
     for key, name in (("by_probability", "token probability"), ("by_position", "position"), ("by_length", "length")):
         bins = [[number(row[c]) for c in _BIN_COLUMNS] for row in found.summary[key]]
         parts.append(Text(f"By {name}", _table(_BIN_COLUMNS, bins), detail=key != "by_probability"))
-    seen: set[tuple[Any, ...]] = set()
-    worst = []
+    worst: dict[tuple[int, ...], dict[str, Any]] = {}
     for w in found.worst:
-        place = (*w["context"], w["token_id"])
-        if place not in seen:  # samples of one prompt share its start
-            seen.add(place)
-            cells = (number(w[key]) for key in ("abs", "rollout_logprob", "trainer_logprob", "position"))
-            worst.append([*cells, _in_context(w, decode)])
+        worst.setdefault((*w["context"], w["token_id"]), w)  # samples of one prompt share its start
+    keys = ("abs", "rollout_logprob", "trainer_logprob", "position")
+    rows = [[*(number(w[key]) for key in keys), _in_context(w, decode)] for w in worst.values()]
     header = ("|d|", "engine", "trainer", "position", "token, in context")
-    return [*parts, Text("Largest differences", _table(header, worst), detail=True)]
+    return [*parts, Text("Largest differences", _table(header, rows), detail=True)]
 
 
 def _routing(s: dict[str, Any]) -> list[Part]:
@@ -262,19 +258,10 @@ def give(console: Console, title: str, parts: list[Part], target: Path | None, n
 
 def strict_json(numbers: dict[str, Any]) -> str:
     """JSON as RFC 8259 has it: null where a number is infinite or none."""
-    return json.dumps(_finite(numbers), allow_nan=False)
+    return orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 def check_target(target: Path | None) -> None:
     """ValueError if a page couldn't be written: before all the work."""
     if target is not None and not target.absolute().parent.is_dir():
         raise ValueError(f"{target}: no such folder; make it first")
-
-
-def _finite(value: Any) -> Any:
-    """Plain data without what JSON lacks: null where a number is infinite or none."""
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
