@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import defaultdict
 from collections.abc import Iterable
@@ -70,8 +71,7 @@ def feasibility(found: Report, format: str = "png") -> bytes:
 
 def cosines(found: Calibration, format: str = "png") -> bytes:
     """Plot each candidate's expected cosine with its interval; the band is exact rollouts against exact ones."""
-    shown = shown_candidates(found)
-    figure, ax = _rows(shown, found)
+    figure, ax, shown = _rows(found)
     for y, a in enumerate(shown):
         if a.alignment is not None:
             _interval(ax, y, a.alignment.cosine, a.alignment.interval, _colour(a, found), most=1.0)
@@ -84,8 +84,7 @@ def cosines(found: Calibration, format: str = "png") -> bytes:
 
 def directions(found: Calibration, format: str = "png") -> bytes:
     """Plot each candidate's direction bias with its interval."""
-    shown = shown_candidates(found)
-    figure, ax = _rows(shown, found)
+    figure, ax, shown = _rows(found)
     for y, a in enumerate(shown):
         if a.alignment is None or a.alignment.direction_interval is None:
             ax.text(0, y, " lost in the noise", va="center", alpha=0.6, fontsize=8)
@@ -97,8 +96,7 @@ def directions(found: Calibration, format: str = "png") -> bytes:
 
 def kept(found: Calibration, format: str = "png") -> bytes:
     """The share of sequences that each candidate keeps, and its effective sample size."""
-    shown = shown_candidates(found)
-    figure, ax = _rows(shown, found)
+    figure, ax, shown = _rows(found)
     for y, a in enumerate(shown):
         ax.barh(y, 1 - a.metrics["rejected_sequences"], color=_colour(a, found), alpha=0.35, height=0.7)
         ax.barh(y, a.metrics["ess_sequence"], color=_colour(a, found), height=0.3)
@@ -153,24 +151,19 @@ def _families(found: Calibration) -> dict[str, list[tuple[float, float]]]:
     families: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for a in found.assessments:
         family, _, threshold = a.name.partition("@")
-        if a.alignment is not None and _is_number(threshold):
-            families[family].append((float(threshold), a.alignment.cosine))
+        with contextlib.suppress(ValueError):  # no number
+            if a.alignment is not None and float(threshold) > 0:
+                families[family].append((float(threshold), a.alignment.cosine))
     return families
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
 
 
 def _colour(a: Assessment, found: Calibration) -> str:
     return _CHOSEN if a.name in (found.verdict.recommended, *found.verdict.any_of) else _OTHERS
 
 
-def _rows(shown: list[Assessment], found: Calibration) -> tuple[Any, Any]:
-    """A figure with a row for each candidate, the best at the top."""
+def _rows(found: Calibration) -> tuple[Any, Any, list[Assessment]]:
+    """A figure with a row for each of the candidates to show, the best at the top; and these."""
+    shown = shown_candidates(found)
     figure, ax = _figure((5.2, 1.2 + 0.27 * len(shown)))
     labels = [f"{a.name} (not estimable)" if a.unestimable else a.name for a in shown]
     ax.set_yticks(range(len(shown)), labels)
@@ -179,7 +172,7 @@ def _rows(shown: list[Assessment], found: Calibration) -> tuple[Any, Any]:
             label.set(fontweight="bold", color=_CHOSEN)
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.grid(axis="x", alpha=0.25)
-    return figure, ax
+    return figure, ax, shown
 
 
 def _interval(ax: Any, y: float, value: float, ends: tuple[float, float], colour: str, most: float = 1e9) -> None:
