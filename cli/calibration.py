@@ -23,7 +23,6 @@ from ..integrations.corrections import from_plain
 from ..integrations.rollouts import Rollout, RolloutFormatError, read_rollouts
 from . import provenance as origin
 from .mismatch import packed, scored
-from .provenance import pair_of
 from .scores import token_scores
 
 _REPLAY = (
@@ -164,7 +163,7 @@ def _traces(
         groups = torch.tensor([names[str(r.group)] for r in rollouts])
     scores = None
     if model is not None:
-        pairs = [pair_of(r, model.config.vocab_size) for r in rollouts]
+        pairs = [origin.pair_of(r, model.config.vocab_size) for r in rollouts]
         scores = token_scores(model, pairs, params.temperature or 1.0, seed).at(lp.mask)
     return Traces(lp, _advantages(rollouts, groups), scores, groups)
 

@@ -117,14 +117,10 @@ def _option_type(annotation: Any) -> tuple[Any, dict[str, Any]]:
     if annotation in (Sequence[int], tuple[int, ...]):
         return str, {"parser": _integers, "metavar": "INT,INT,..."}
     if annotation == dict[str, Any]:
-        return str, {"parser": _json, "metavar": "JSON"}
+        return str, {"parser": json.loads, "metavar": "JSON"}
     if annotation == Sequence[str]:
         return list[str], {"metavar": "TEXT"}
     return annotation, {}
-
-
-def _json(text: str) -> dict[str, Any]:
-    return json.loads(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:
