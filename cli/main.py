@@ -174,6 +174,10 @@ def verify(
 ) -> None:
     """Prove on this machine that engine and trainer agree on every bit; exit code 1 if they don't."""
     if coverage:
+        given = {"--adapter": engine["adapter"], "--seed": seed, "--plant-fault": plant_fault}
+        unused = [option for option, value in given.items() if value]
+        if unused:
+            raise ValueError(f"--coverage prints a table of the model's modules alone; leave out {', '.join(unused)}")
         _print_coverage(model, engine)
         return
     from ..trainer.verify import verify as run

@@ -55,6 +55,12 @@ def test_chat_answers_from_standard_input(smollm2):
     assert "The capital of France is Paris." in done.stdout
 
 
+@pytest.mark.parametrize("option", [("--adapter", "somewhere"), ("--seed", 3), ("--plant-fault", "lm_head")])
+def test_coverage_refuses_options_of_the_proof(checkpoint, option):
+    done = samebits("verify", "--coverage", checkpoint(), *option)
+    assert done.returncode == 2 and f"leave out {option[0]}" in " ".join(done.stderr.split())
+
+
 def test_coverage_of_a_config_or_a_checkpoint_is_a_table_or_a_reason(checkpoint, tmp_path):
     family_config("glm4_moe").save_pretrained(tmp_path / "config")
     for model in (tmp_path / "config", checkpoint("glm4_moe")):
