@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import statistics
@@ -10,7 +11,7 @@ import sys
 from dataclasses import asdict, astuple
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +21,9 @@ from rich.table import Table
 from .. import __version__
 from .options import ENGINE, SAMPLING, SERVER, with_options
 from .train import train
+
+if TYPE_CHECKING:
+    from ..engine import RequestOutput
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,17 +104,25 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
             break
         messages.append({"role": "user", "content": line})
         request = llm.add_request(llm.chat_prompt(messages), params)
-        shown = ""
+        answer = ""
         try:
             while llm.has_unfinished_requests():
-                for out in llm.step():
-                    text = out.completions[0].text or ""
-                    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-                    shown += text
+                answer += _show(llm.step())
         except KeyboardInterrupt:
             llm.abort(request)
+            answer += _show(llm.take_outputs())  # the interrupted step's token, or the next answer would begin with it
         console.print()
-        messages.append({"role": "assistant", "content": shown})
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _show(outputs: list[RequestOutput]) -> str:
+    """Print the new text of an answer, and return it."""
+    shown = ""
+    for completion in itertools.chain.from_iterable(out.completions for out in outputs):
+        text = completion.text or ""
+        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        shown += text
+    return shown
 
 
 @app.command()

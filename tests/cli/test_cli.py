@@ -18,11 +18,13 @@ from samebits import __version__
 from samebits.cli import main
 from samebits.cli.main import app
 from samebits.engine import EngineConfig
+from samebits.engine.executor import LocalExecutor
 from samebits.kernels import ops
 from samebits.kernels.libraries import xformers_state
 from samebits.server.options import ServerOptions
 from samebits.trainer.rl import TrainConfig
 
+from helpers import faults
 from helpers.commands import samebits
 from helpers.families import family_config
 from helpers.serving import add_tokenizer, free_port, served_checkpoint
@@ -53,6 +55,16 @@ def test_chat_answers_from_standard_input(smollm2):
     done = samebits("chat", smollm2, "--temperature", 0, input="What is the capital of France?\nexit\n")
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
+
+
+def test_an_answer_that_ctrl_c_stops_leaves_no_token_to_the_next(smollm2, monkeypatch):
+    faults.before(monkeypatch, LocalExecutor, "submit", faults.ctrl_c, at=3)
+    questions = "What is the capital of France?\nWhat is the capital of Italy?\nexit\n"
+    done = samebits("chat", smollm2, "--temperature", 0, "--max-tokens", 8, input=questions)
+    assert done.returncode == 0, done.stderr
+    first, second, _ = done.stdout.splitlines()
+    assert first == "you> The capital of"
+    assert second == "you> The capital of Italy is Rome."
 
 
 @pytest.mark.parametrize("option", [("--adapter", "somewhere"), ("--seed", 3), ("--plant-fault", "lm_head")])
