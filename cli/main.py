@@ -73,11 +73,14 @@ def generate(
     out = LLM(model, **engine).generate(text, params)[0]
     if as_json:
         print(json.dumps(asdict(out)))
-        return
-    for c in out.completions:
-        mean = statistics.fmean(c.logprobs)
-        console.print(f"[dim]#{c.index}: {len(c.token_ids)} tokens, {c.finish_reason}, mean log-prob {mean:.4f}[/dim]")
-        console.print(c.text, markup=False, highlight=False)
+    else:
+        for c in out.completions:
+            mean = f", mean log-prob {statistics.fmean(c.logprobs):.4f}" if c.logprobs else ""
+            console.print(f"[dim]#{c.index}: {len(c.token_ids)} tokens, {c.finish_reason}{mean}[/dim]")
+            console.print(c.text, markup=False, highlight=False)
+    failures = [f"sample {c.index}: {c.stop_reason}" for c in out.completions if c.finish_reason == "error"]
+    if failures:
+        raise RuntimeError(failures[0])
 
 
 @app.command()
@@ -116,12 +119,15 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
 
 
 def _show(outputs: list[RequestOutput]) -> str:
-    """Print the new text of an answer, and return it."""
+    """Print the new text of an answer, and why it failed if it did. Return the text."""
     shown = ""
     for completion in itertools.chain.from_iterable(out.completions for out in outputs):
         text = completion.text or ""
         console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
         shown += text
+        if completion.finish_reason == "error":
+            reason = escape(str(completion.stop_reason))
+            console.print(f"\n[red]error:[/red] {reason}", end="", highlight=False, soft_wrap=True)
     return shown
 
 

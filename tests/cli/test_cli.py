@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from samebits import __version__
@@ -65,6 +66,20 @@ def test_an_answer_that_ctrl_c_stops_leaves_no_token_to_the_next(smollm2, monkey
     first, second, _ = done.stdout.splitlines()
     assert first == "you> The capital of"
     assert second == "you> The capital of Italy is Rome."
+
+
+def test_a_failed_sample_is_told_with_its_reason(checkpoint, tmp_path):
+    model = served_checkpoint(checkpoint(), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)  # finite, as all weights that load, but not what they compute
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    reason = "non-finite logits; check the weights"
+    for options in ((), ("--json",)):
+        done = samebits("generate", model, "hi", "-n", 2, *options)
+        assert done.returncode == 2 and f"sample 0: {reason}" in " ".join(done.stderr.split())
+    assert [c["finish_reason"] for c in json.loads(done.stdout)["completions"]] == ["error", "error"]
+    done = samebits("chat", model, input="hi\nexit\n")
+    assert done.returncode == 0 and f"error: {reason}" in done.stdout
 
 
 @pytest.mark.parametrize("option", [("--adapter", "somewhere"), ("--seed", 3), ("--plant-fault", "lm_head")])
