@@ -15,7 +15,8 @@ from rich.console import Console
 from .options import ENGINE, SAMPLING, Options, with_options
 
 if TYPE_CHECKING:
-    from ..trainer.rl import Trainer
+    from ..engine import LLM
+    from ..trainer.rl import Task, Trainer
 
 TINY = "tiny", "tiny-moe"
 LOG = "log.jsonl"
@@ -68,23 +69,12 @@ def train(
     from ..kernels import ops
     from ..trainer import save_weights
     from ..trainer.fsdp import init_process_group
-    from ..trainer.rl import TrainConfig, Trainer, make_task
+    from ..trainer.rl import TrainConfig, Trainer
     from . import plots
 
     ops.backend(ops.parse_device(training["device"]))  # or there are no kernels for it
     init_process_group(training["device"])
-    if verifier is not None and not task.endswith(".jsonl"):
-        raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
-    if num_problems is not None and task.endswith(".jsonl"):
-        raise ValueError("--num-problems is for built-in tasks; a .jsonl has those of its lines")
-    chosen = {"verifier": verifier, "num_problems": num_problems}
-    options = {name: value for name, value in chosen.items() if value is not None}
-    problems = make_task(task, **options, seed=training["seed"])
-    if evaluate_every:
-        try:
-            problems.problem(0, "validation")
-        except ValueError as error:
-            raise ValueError(f"{error}; --evaluate-every 0 trains without validation") from error
+    problems = _make_problems(task, verifier, num_problems, training["seed"], validated=evaluate_every > 0)
     engine = ENGINE.changed(engine)
     if kv_cache_gib is not None:
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -108,17 +98,7 @@ def train(
         _make_tiny(output_dir / model, problems, until, config.seed, console)
     elif supervise_until is not None:
         raise ValueError("--supervise-until is for --model tiny and tiny-moe")
-    llm = None
-    if engine_url is not None:
-        from ..engine import LLM
-        from ..integrations import Client, RemoteEngine
-
-        client = Client(engine_url, key=os.environ.get("SAMEBITS_ADMIN_KEY"))
-        remote = RemoteEngine(client, config.model, sync_dir)
-        llm = LLM(config.model, engine=remote)
-    elif sync_dir is not None:
-        raise ValueError("--sync-dir needs --engine-url")
-    trainer = Trainer(config, problems, llm)
+    trainer = Trainer(config, problems, _remote_llm(config.model, engine_url, sync_dir))
     if trainer.load():
         console.print(f"resumed after step {trainer.steps_done}")
     log = output_dir / LOG
@@ -131,6 +111,38 @@ def train(
             (output_dir / "curves.png").write_bytes(plots.curves(read_log(log)))
     console.print(f"done: {output_dir}", highlight=False)
     dist.destroy_process_group()
+
+
+def _make_problems(task: str, verifier: str | None, num_problems: int | None, seed: int, validated: bool) -> Task:
+    """The problems of a task. ValueError for an option of the other kind of task, or without problems to validate."""
+    from ..trainer.rl import make_task
+
+    if verifier is not None and not task.endswith(".jsonl"):
+        raise ValueError(f"--verifier is for .jsonl tasks; {task} has its own")
+    if num_problems is not None and task.endswith(".jsonl"):
+        raise ValueError("--num-problems is for built-in tasks; a .jsonl has those of its lines")
+    chosen = {"verifier": verifier, "num_problems": num_problems}
+    options = {name: value for name, value in chosen.items() if value is not None}
+    problems = make_task(task, **options, seed=seed)
+    if validated:
+        try:
+            problems.problem(0, "validation")
+        except ValueError as error:
+            raise ValueError(f"{error}; --evaluate-every 0 trains without validation") from error
+    return problems
+
+
+def _remote_llm(model: str, engine_url: str | None, sync_dir: Path | None) -> LLM | None:
+    """The engine at --engine-url; None to sample with one in this process."""
+    if engine_url is None:
+        if sync_dir is not None:
+            raise ValueError("--sync-dir needs --engine-url")
+        return None
+    from ..engine import LLM
+    from ..integrations import Client, RemoteEngine
+
+    client = Client(engine_url, key=os.environ.get("SAMEBITS_ADMIN_KEY"))
+    return LLM(model, engine=RemoteEngine(client, model, sync_dir))
 
 
 def _make_tiny(folder: Path, task, until: float, seed: int, console: Console) -> None:
