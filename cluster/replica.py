@@ -16,7 +16,7 @@ from typing import Any
 
 from ..engine.config import EngineConfig
 from ..engine.core import EngineCore
-from ..engine.executor import Executor, ModelInfo
+from ..engine.executor import ModelInfo
 from ..engine.input_processor import load_tokenizer
 from ..engine.outputs import EngineStats
 from ..engine.request import Request, Sample, SampledToken
@@ -84,20 +84,55 @@ class ReplicaReport:
     stats: EngineStats
 
 
-class Replica:
-    """Runs in an actor, beside the worker of the first stage."""
+class Host:
+    """The class of the actors: a stage's worker and, beside the first, an engine that steps by itself.
 
-    def __init__(self, path: pathlib.Path, config: EngineConfig, executor: Executor):
-        self.config = config
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(path)
-        self.engine = EngineCore(path, config, executor, tokenizer)
+    worker: once it is loaded; engine: once it is started.
+    """
+
+    worker: StageWorker
+    engine: EngineCore
+
+    def __init__(self) -> None:
+        # Here, as methods run in other threads than the main one, which may set no signal's handler.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
         self._commands: SimpleQueue[tuple[Future, str, tuple]] = SimpleQueue()
 
-    def post(self, method: str, *args: Any) -> Future:
-        """Have a method of the engine called between two steps, from another thread; return its result to come."""
+    def load(self, *args: Any) -> WorkerInfo:
+        """Make the worker, a StageWorker(*args), and describe it."""
+        self.worker = StageWorker(*args)
+        return self.worker.info()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker and return its result."""
+        return getattr(self.worker, method)(*args)
+
+    def start(
+        self, path: pathlib.Path, config: EngineConfig, model: ModelInfo, stages: Sequence[Actor]
+    ) -> tuple[EngineStats, int]:
+        """Make the engine, whose later stages are in other actors. Return its stats, and its capacity in tokens."""
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(path)
+        self.engine = EngineCore(path, config, PipelineExecutor(config, model, self.worker, stages), tokenizer)
+        return self.engine.stats(), self.engine.capacity
+
+    def post(self, method: str, *args: Any) -> None:
+        """Have a method of the engine called between two steps."""
+        self._post(method, *args)
+
+    def command(self, method: str, *args: Any) -> Any:
+        """Have a method of the engine called between two steps, and return its result."""
+        return self._post(method, *args).result()
+
+    def _post(self, method: str, *args: Any) -> Future:
+        """Queue a command from another thread than the engine's, and return its result to come."""
         result: Future = Future()
         self._commands.put((result, method, args))
         return result
+
+    def live(self) -> None:
+        """Return never: who waits for the result learns of the process's death."""
+        threading.Event().wait()
 
     @property
     def working(self) -> bool:
@@ -106,7 +141,7 @@ class Replica:
 
     def run(self) -> Iterator[ReplicaReport]:
         """Step for ever, and yield a report when it is due; an error ends the replica."""
-        heartbeat = min(1.0, self.config.worker_timeout / 4)
+        heartbeat = min(1.0, self.engine.config.worker_timeout / 4)
         load = (0, 0)
         steps = 0
         reported = time.monotonic()
@@ -145,46 +180,3 @@ class Replica:
                 request = args[0]
                 request.finish("error", f"{type(error).__name__}: {error}")
                 self.engine.outbox[request.request_id] = request
-
-
-class Host:
-    """The class of the actors. worker: once it is loaded; replica: beside the first stage's worker, once started."""
-
-    worker: StageWorker
-    replica: Replica
-
-    def __init__(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver's to take, which ends its workers in time
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
-
-    def load(self, *args: Any) -> WorkerInfo:
-        """Make the worker, a StageWorker(*args), and describe it."""
-        self.worker = StageWorker(*args)
-        return self.worker.info()
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker and return its result."""
-        return getattr(self.worker, method)(*args)
-
-    def start(
-        self, path: pathlib.Path, config: EngineConfig, model: ModelInfo, stages: Sequence[Actor]
-    ) -> tuple[EngineStats, int]:
-        """Make the engine, whose later stages are in other actors. Return its stats, and its capacity in tokens."""
-        self.replica = Replica(path, config, PipelineExecutor(config, model, self.worker, stages))
-        return self.replica.engine.stats(), self.replica.engine.capacity
-
-    def run(self) -> Iterator[ReplicaReport]:
-        """Let the engine step, and yield its reports."""
-        yield from self.replica.run()
-
-    def post(self, method: str, *args: Any) -> None:
-        """Have a method of the engine called between two steps."""
-        self.replica.post(method, *args)
-
-    def command(self, method: str, *args: Any) -> Any:
-        """Have a method of the engine called between two steps, and return its result."""
-        return self.replica.post(method, *args).result()
-
-    def live(self) -> None:
-        """Return never: who waits for the result learns of the process's death."""
-        threading.Event().wait()

@@ -57,7 +57,7 @@ def processes(axes: Axes) -> None:
     for number, x in enumerate((0.2, 5.2)):
         box(axes, x, 3.8, 4.6, 2.7, "", "white")
         axes.text(x + 2.3, 6.2, f"actor: replica {number}", ha="center", va="center", size=9, color=INK)
-        box(axes, x + 0.2, 4.95, 4.2, 0.95, "Replica: EngineCore, Scheduler,\nPipelineExecutor")
+        box(axes, x + 0.2, 4.95, 4.2, 0.95, "EngineCore, Scheduler,\nPipelineExecutor")
         box(axes, x + 0.2, 4.0, 4.2, 0.75, "StageWorker: first layers")
         box(axes, x, 0.9, 4.6, 1.5, "", "white")
         axes.text(x + 2.3, 2.1, f"actor: replica {number}, stage 1", ha="center", va="center", size=9, color=INK)

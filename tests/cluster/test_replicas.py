@@ -1,6 +1,7 @@
 """Replicas share the work, and change no bit of it."""
 
 import copy
+import signal
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from samebits import LLM, SamplingParams
 from samebits.cluster import replica
 from samebits.engine import EngineConfig, RequestOutputKind
-from samebits.engine.executor import LocalExecutor
+from samebits.engine.executor import ModelInfo
 from samebits.trainer import exact_model, token_logprobs
 
 from helpers import faults
@@ -119,7 +120,12 @@ def test_a_message_that_cant_be_read_is_an_answer_not_a_death(pair):
 def test_tokens_that_nobody_waits_for_are_reported_seldom(paths, expected, monkeypatch):
     """Of requests whose end alone is asked for: when more or fewer run, after REPORT_STEPS, and at a pause."""
     config = EngineConfig(**SMALL)
-    far = replica.Replica(paths[0], config, LocalExecutor(paths[0], config))
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *_: None)  # a host ignores SIGTERM; this process goes on taking it
+        far = replica.Host()
+    info = ModelInfo.of([far.load(paths[0], config, None, 0, 1)])
+    far.call("initialize_cache", info.num_blocks)
+    far.start(paths[0], config, info, [])
     llm = LLM(paths[0], **SMALL)
     reports = far.run()
     near = {}
