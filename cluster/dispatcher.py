@@ -42,15 +42,13 @@ class Dispatcher:
         self.events = events
         self.serving: list[ReplicaClient] = []
         self.assigned: dict[int, Assignment] = {}
-        self.unassigned: dict[str, Request] = {}  # while none serves
         self._serials = itertools.count(1)
         self._affinity = PrefixAffinity()
         self._deaths: dict[str, float] = defaultdict(float)  # seen by a request
 
     def assign(self, request: Request) -> None:
-        """Give a request to a replica, or keep it until one serves. TypeError where it can't be pickled."""
+        """Give a request to a replica, unless none serves. TypeError where it can't be pickled."""
         if not self.serving:
-            self.unassigned[request.request_id] = request
             return
         client = self._choose(request)
         request.serial = next(self._serials)
@@ -61,9 +59,12 @@ class Dispatcher:
         call.ref.future().add_done_callback(lambda _: self.events.put(arrived))
 
     def assign_waiting(self) -> None:
-        """Assign the requests that came while no replica served, if one does now."""
-        while self.unassigned and self.serving:
-            self.assign(self.unassigned.pop(next(iter(self.unassigned))))
+        """Assign the requests that no replica has, as one serves now; end those that can't be pickled."""
+        for request in [r for r in self.engine.requests.values() if r.serial not in self.assigned]:
+            try:
+                self.assign(request)
+            except TypeError as error:
+                self.end(request, "error", f"TypeError: {error}")
 
     def _choose(self, request: Request) -> ReplicaClient:
         """Return the least loaded replica, or the one that knows the prompt's start, if it has little more to do."""
@@ -120,7 +121,6 @@ class Dispatcher:
         return assignment.client
 
     def _forget(self, request: Request) -> Assignment | None:
-        self.unassigned.pop(request.request_id, None)
         self._deaths.pop(request.request_id, None)
         self.engine.requests.pop(request.request_id, None)
         return self.assigned.pop(request.serial, None)

@@ -177,7 +177,6 @@ class ReplicatedEngine(WorkerEngine):
                 wait = 0.0
                 with deferred_interrupt():
                     event()
-        self.dispatcher.assign_waiting()
 
     def _admit(self, client: ReplicaClient, version: int | None) -> Callable[[], int | None] | None:
         """Let a new replica serve if it has the weights in force.
@@ -206,6 +205,7 @@ class ReplicatedEngine(WorkerEngine):
             client.post("pause", True)
         self._all_clients.append(client)
         self._set_client(self.replicas[client.index], client)
+        self._events.put(self.dispatcher.assign_waiting)
         logger.info("%s serves with weight version %d", client.name, self.weight_version)
         return None
 
@@ -389,7 +389,8 @@ class ReplicatedEngine(WorkerEngine):
             clients = self._all_clients if name in COUNTERS else self.serving
             total[name] = sum(getattr(client.stats, name) for client in clients)
         total["weight_version"] = self.weight_version
-        total["num_waiting"] += len(self.dispatcher.unassigned)
+        unassigned = len(self.requests) - len(self.dispatcher.assigned)
+        total["num_waiting"] += max(0, unassigned)  # another thread may ask between changes of the two
         return EngineStats(**total)
 
     def close(self) -> None:
