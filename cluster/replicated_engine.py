@@ -13,6 +13,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -151,12 +152,20 @@ class ReplicatedEngine(WorkerEngine):
         return client
 
     def _ask(self, function: Callable, *args: Any) -> Any:
-        """Have the driving thread call a function, and return the result. WorkerError where the engine is closed."""
-        answer: SimpleQueue[Any] = SimpleQueue()
-        self._events.put(lambda: answer.put(function(*args)))
+        """Have the driving thread call a function; return or raise what it does. WorkerError once the engine is closed."""
+        answer: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(function(*args))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._events.put(call)
         while not self._closed:
-            with contextlib.suppress(Empty):
-                return answer.get(timeout=POLL)
+            wait([answer], timeout=POLL)
+            if answer.done():
+                return answer.result()
         raise WorkerError("the engine was closed")
 
     def _wait_for_update(self) -> None:

@@ -35,6 +35,15 @@ def test_a_dead_replicas_requests_go_on_with_the_same_tokens(pair, paths, expect
     assert bits(generate(pair)) == expected[0], "it knows where they are stored, too"
 
 
+def test_a_replica_that_cant_be_admitted_is_started_again(pair, paths, expected, monkeypatch):
+    pair.update_weights(paths[0])
+    faults.before(monkeypatch, pair.engine, "_admit", faults.fail(RuntimeError("no room for it")), at=1)
+    faults.kill(pair.engine.replicas[1])
+    wait_for(lambda: not faults.serve(pair))
+    wait_for(lambda: faults.serve(pair), 60)
+    assert bits(generate(pair)) == expected[0]
+
+
 @pytest.mark.slow
 def test_replicas_that_die_together_cost_no_request(pair, paths, expected, monkeypatch):
     """A request isn't held to be the cause of a death that it was only sent to."""
