@@ -72,7 +72,7 @@ class ReplicatedEngine(WorkerEngine):
         self._updates: list[tuple[WeightUpdate, float]] = []  # no replica is admitted while one is open, up to a time
         self._workers: RemoteWorkers | None = None
         self._model: ModelInfo | None = None  # what all replicas must have, once all have started
-        self._all_clients: list[ReplicaClient] = []  # that ever served
+        self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # sums over all replicas, dead ones too
         stage_layers(path, config)  # ValueError before anything starts
         connect()
         self._threads = threads_per_worker(config)
@@ -212,7 +212,6 @@ class ReplicatedEngine(WorkerEngine):
             client.post("release_memory", ("kv_cache",))
         if self.paused:
             client.post("pause", True)
-        self._all_clients.append(client)
         self._set_client(self.replicas[client.index], client)
         self._events.put(self.dispatcher.assign_waiting)
         logger.info("%s serves with weight version %d", client.name, self.weight_version)
@@ -248,6 +247,8 @@ class ReplicatedEngine(WorkerEngine):
 
     def _take(self, client: ReplicaClient, report: ReplicaReport) -> None:
         """Take in a report; end a replica whose report makes no sense."""
+        for name in COUNTERS:
+            self._counters[name] += getattr(report.stats, name) - getattr(client.stats, name)
         client.stats = report.stats
         try:
             for progress in report.progress:
@@ -393,10 +394,10 @@ class ReplicatedEngine(WorkerEngine):
 
     def stats(self) -> EngineStats:
         """Sums over the replicas. What dead ones have counted stays; their load doesn't."""
-        total = {}
-        for name in (f.name for f in fields(EngineStats)):
-            clients = self._all_clients if name in COUNTERS else self.serving
-            total[name] = sum(getattr(client.stats, name) for client in clients)
+        total: dict[str, Any] = {
+            f.name: sum(getattr(client.stats, f.name) for client in self.serving) for f in fields(EngineStats)
+        }
+        total |= self._counters
         total["weight_version"] = self.weight_version
         unassigned = len(self.requests) - len(self.dispatcher.assigned)
         total["num_waiting"] += max(0, unassigned)  # another thread may ask between changes of the two
