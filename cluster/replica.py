@@ -24,13 +24,7 @@ from ..engine.worker import WorkerInfo
 from .actors import Actor
 from .pipeline import PipelineExecutor, StageWorker
 
-STATE = (
-    "finish_reason",
-    "stop_reason",
-    "text",
-    "num_prefix_hit",
-    "routed_experts",
-)  # of a sample, which every report of it carries
+STATE = ("finish_reason", "stop_reason", "text", "num_prefix_hit", "routed_experts")  # of a sample, in each report
 REPORT_STEPS = 16  # most steps between reports of tokens that nobody waits for, which a death would cost
 
 

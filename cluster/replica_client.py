@@ -51,10 +51,11 @@ class ReplicaClient(RemoteWorkers):
         config = self.config
         self.path = path
         limit = config.start_timeout
-        loads = []
         own = replace(config, speculative_config=None)  # the engine drafts, and a drafter may be a model
-        for rank, layers in enumerate(stage_layers(path, config)):
-            loads.append(self.actors[rank].start("control", "load", path, own, layers, rank, sharers))
+        loads = [
+            self.actors[rank].start("control", "load", path, own, layers, rank, sharers)
+            for rank, layers in enumerate(stage_layers(path, config))
+        ]
         self.model = ModelInfo.of(gather(loads, limit))
         self.collective_rpc("initialize_cache", self.model.num_blocks, timeout=limit)
         head, *stages = self.actors

@@ -134,7 +134,8 @@ class ReplicatedEngine(WorkerEngine):
         """Start a replica, bring it the weights in force, and have it admitted."""
         check_connected()
         one.status = "waiting"
-        placement = one.placement = Placement(self.config, self._threads)
+        placement = Placement(self.config, self._threads)
+        one.placement = placement
         placement.wait(self.config.start_timeout)
         one.status = "starting"
         client = ReplicaClient(one.index, placement, self.config)
@@ -152,7 +153,10 @@ class ReplicatedEngine(WorkerEngine):
         return client
 
     def _ask(self, function: Callable, *args: Any) -> Any:
-        """Have the driving thread call a function; return or raise what it does. WorkerError once the engine is closed."""
+        """Have the driving thread call a function, and return the result.
+
+        Raises what the function raises, or WorkerError where the engine is closed.
+        """
         answer: Future[Any] = Future()
 
         def call() -> None:
@@ -174,11 +178,7 @@ class ReplicatedEngine(WorkerEngine):
 
     # --- events, in the driving thread ------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Handle the events that have come, without waiting."""
-        self._handle_events(0.0)
-
-    def _handle_events(self, wait: float) -> None:
+    def poll(self, wait: float = 0.0) -> None:
         """Handle the events that have come; wait up to `wait` seconds for the first one."""
         with contextlib.suppress(Empty):
             while True:
@@ -210,8 +210,7 @@ class ReplicatedEngine(WorkerEngine):
             client.post("assume_version", self.weight_version, self.stored)
         if not self.has_kv_cache:
             client.post("release_memory", ("kv_cache",))
-        if self.paused:
-            client.post("pause", True)
+        client.post("pause", self.paused)
         self._set_client(self.replicas[client.index], client)
         self._events.put(self.dispatcher.assign_waiting)
         logger.info("%s serves with weight version %d", client.name, self.weight_version)
@@ -285,7 +284,7 @@ class ReplicatedEngine(WorkerEngine):
             raise WorkerError(self.failure)
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
-        self._handle_events(POLL)
+        self.poll(POLL)
 
     def wake(self) -> None:
         """End another thread's `step` without a report."""
@@ -309,7 +308,7 @@ class ReplicatedEngine(WorkerEngine):
         deadline = time.monotonic() + self.config.start_timeout
         self.poll()
         while not self.serving and self.failure is None and time.monotonic() < deadline:
-            self._handle_events(POLL)
+            self.poll(POLL)
 
     def begin_weight_update(self) -> WeightUpdate:
         """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
