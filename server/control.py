@@ -66,7 +66,6 @@ class WholeUpdateBody(Body):
 
 
 class _UpdateBody(WholeUpdateBody):
-    flush_cache: bool | None = Field(default=True, description="No KV of other weights is ever used, flushed or not.")
     abort_all_requests: bool | None = False
 
 

@@ -84,7 +84,6 @@ class TokensSampling(Sampling):
 
     logprobs: int | None = Field(default=None, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    output_kind: int | None = Field(default=None, description="vLLM's own; `stream` decides.")
     detokenize: bool | None = None
 
 

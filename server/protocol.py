@@ -50,11 +50,13 @@ _UNSUPPORTED = """
     content_parts vllm_xargs kv_transfer_params logprob_token_ids token_ids_logprob continuous_usage_stats
     return_hidden_states return_bytes return_entropy no_stop_trim session_params packed background
 """
-# Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs.
+# Fields of theirs that change none here: labels, hints to routers, settings of their memory and logs. Fast tokenizers
+# put no spaces between special tokens, `stream` decides on the output's kind, and no KV of other weights is ever used.
 _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key include_obfuscation session_id conversation_id
     data_parallel_rank log_metrics no_logs separate_reasoning stream_reasoning include_reasoning is_async keep_pause
     torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers allow_quant_error
+    spaces_between_special_tokens output_kind flush_cache
 """
 UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
@@ -117,7 +119,6 @@ class Sampling(Body):
     )
     routed_experts: bool | None = Field(default=None, description="Report the experts of each token.")
     routed_experts_prompt_start: int | None = Field(default=None, description="vLLM's: report them from here on.")
-    spaces_between_special_tokens: bool | None = Field(default=None, description="Fast tokenizers have no such spaces.")
 
     def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that is asked for, also by a dialect's own fields. ValueError or TypeError for a wrong one."""

@@ -569,7 +569,8 @@ def test_a_prompt_of_ten_megabytes_is_refused_quickly_and_others_go_on(server):
 def test_fields_that_ask_for_nothing_here_pass(server):
     """Labels, hints to routers and neutral values; a null is a field that isn't set."""
     body = SHORT | {"priority": 0, "session_id": "s", "kv_transfer_params": None, "user": "u", "unheard_of": None}
-    body["sampling_params"] = SHORT["sampling_params"] | {"repetition_penalty": 1.0, "presence_penalty": 0}
+    theirs = {"spaces_between_special_tokens": True, "output_kind": 2}
+    body["sampling_params"] = SHORT["sampling_params"] | {"repetition_penalty": 1.0, "presence_penalty": 0} | theirs
     server.ok("/inference/v1/generate", body)
 
 
