@@ -32,18 +32,18 @@ class Guard:
         self.admin_key = admin_key
         self.control_port = control_port
 
-    def check_api(self, request: Request) -> None:
+    async def check_api(self, request: Request) -> None:
         """Raise a 401 unless the request has the API key or the admin key."""
         if self.api_key is not None and not self._has(request, self.api_key, self.admin_key):
             raise _unauthorized("this server needs its API key as 'Authorization: Bearer KEY'")
 
-    def check_control(self, request: Request) -> None:
+    async def check_control(self, request: Request) -> None:
         """Raise a 401 without the admin key; where there is none, a 403 unless this machine asks at the right port."""
         if self.admin_key is not None:
             if not self._has(request, self.admin_key):
                 raise _unauthorized("control routes need the admin key as 'Authorization: Bearer KEY'")
             return
-        self.check_api(request)
+        await self.check_api(request)
         if not _is_local(request):
             raise HTTPException(403, "control routes answer this machine only; start the server with an admin key")
         if self.control_port not in (None, request.scope["server"][1]):

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -727,6 +728,21 @@ def test_keys_are_asked_for(path):
             assert status("GET", "/v1/models", key) == status("GET", "/metrics", key) == api
             assert status("POST", "/resume", key) == status("POST", "/continue_generation", key) == control
         assert status("GET", "/health") == status("GET", "/") == 200
+
+
+def test_keys_are_checked_in_the_event_loop(server, monkeypatch):
+    """A turn in a pool of threads at each request, for a comparison, would cost more than the comparison."""
+    functions = []
+    run = anyio.to_thread.run_sync
+
+    def noted(function, *args, **options):
+        functions.append(function)
+        return run(function, *args, **options)
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", noted)
+    server.get("/v1/models")
+    server.ok("/resume")
+    assert not functions
 
 
 def test_every_control_route_is_guarded(server):
