@@ -340,6 +340,7 @@ def _token_entry(token: int, logprob: float, rank: int) -> dict:
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, server: Served):
     """The token ids of a text, or of a conversation through the chat template."""
+    server.check_model(body.model)
     tokenization = server.engine.tokenization
     if (body.prompt is None) == (body.messages is None):
         raise ValueError("give either prompt or messages")
@@ -354,5 +355,6 @@ async def tokenize(body: TokenizeRequest, server: Served):
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, server: Served):
     """The text of token ids."""
+    server.check_model(body.model)
     tokenization = server.engine.tokenization
     return reply({"prompt": await tokenization.in_thread(tokenization.decode, body.tokens)})

@@ -576,7 +576,13 @@ def test_fields_that_ask_for_nothing_here_pass(server):
 
 
 def test_another_models_name_is_a_404(server):
-    assert server.post("/v1/completions", {"prompt": "x", "model": "gpt"}).status_code == 404
+    for route, body in [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+    ]:
+        assert server.post(route, body | {"model": "gpt"}).status_code == 404
+        assert server.post(route, body | {"model": "tiny"}).status_code == 200
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0).completions.create(model="o", prompt="x")
 
