@@ -66,7 +66,7 @@ class WholeUpdateBody(Body):
 
 
 class _UpdateBody(WholeUpdateBody):
-    abort_all_requests: bool | None = False
+    abort_all_requests: bool | None = Field(default=False, description="End all requests once the weights are there.")
 
 
 class FromDiskBody(_UpdateBody):
@@ -272,20 +272,16 @@ async def update_weights(body: UpdateBody, server: Served):
 @sglang.post("/update_weights_from_disk")
 async def update_weights_from_disk(body: FromDiskBody, server: Served):
     """Load a checkpoint directory, checked whole before it is in force."""
-    if body.abort_all_requests:
-        await server.engine.abort()
-    message = await server.updates.load(body.model_path, body.weight_version)
+    message = await server.updates.load(body.model_path, body.weight_version, bool(body.abort_all_requests))
     return done(message, num_paused_requests=server.engine.num_sequences if server.engine.state.paused else 0)
 
 
 @sglang.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(body: FromDistributedBody, server: Served):
     """Receive tensors over a group: all, or a bucket; the version moves when none is missing."""
-    manifest = body.specs()
-    if body.abort_all_requests:
-        await server.engine.abort()
     bucket_bytes = WHOLE if body.load_format else body.bucket_bytes
-    return done(await server.updates.receive(body.group_name, manifest, bucket_bytes, body.weight_version))
+    what = (body.group_name, body.specs(), bucket_bytes, body.weight_version, bool(body.abort_all_requests))
+    return done(await server.updates.receive(*what))
 
 
 @vllm.post("/finish_weight_update")

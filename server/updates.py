@@ -88,57 +88,65 @@ class WeightUpdates:
             )
         await self.engine.resume()
 
-    async def load(self, source: str, label: str | None = None) -> str:
-        """Load a checkpoint directory, which is a whole update. Return what was done."""
+    async def load(self, source: str, label: str | None = None, abort_all: bool = False) -> str:
+        """Load a checkpoint directory, which is a whole update. Return what was done.
+
+        abort_all: end all requests once the directory was read, and found to be good.
+        """
         with self.state.updating(f"from {source}"):
             if not self._explicit:
                 self._forget()
-            return await self._load(lambda update: update.load(source), label)
+            return await self._load(lambda update: update.load(source), label, abort_all)
 
     async def receive(
-        self, group_name: str, manifest: list[TensorSpec], bucket_bytes: int | None, label: str | None = None
-    ) -> str:
-        """Receive a manifest's tensors over a group: all, or a part of an update. Return what was done."""
+        self, group_name: str, specs: list[TensorSpec], bucket_bytes: int | None, label: str | None = None,
+        abort_all: bool = False,
+    ) -> str:  # fmt: skip
+        """Receive tensors of these specs over a group: all, or a part of an update. Return what was done.
+
+        abort_all: end all requests once the tensors have come.
+        """
         with self.state.updating(f"over group {group_name!r}"):
             if not self.engine.llm.worker_engine.workers.has_weight_group(group_name):
                 raise ConflictError(
                     f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
                 )
-            if not self._explicit and not self._continues(group_name, manifest, label):
+            if not self._explicit and not self._continues(group_name, specs, label):
                 self._forget()
             self._group = group_name
 
             def receive(update: WeightUpdate) -> None:
                 try:
-                    update.check(manifest)
+                    update.check(specs)
                 except WeightUpdateError:
                     self._leave(group_name)  # or the sender might wait for us in its broadcast
                     raise
-                update.receive(group_name, manifest, bucket_bytes)
+                update.receive(group_name, specs, bucket_bytes)
 
-            return await self._load(receive, label)
+            return await self._load(receive, label, abort_all)
 
-    def _continues(self, group_name: str, manifest: list[TensorSpec], label: str | None) -> bool:
+    def _continues(self, group_name: str, specs: list[TensorSpec], label: str | None) -> bool:
         """True unless the tensors must be of another update than those that have come."""
         pending = self.state.pending
-        names = [spec.name for spec in manifest]
+        names = [spec.name for spec in specs]
         same_label = label is None or self._label in (None, label)
         return pending is not None and same_label and self._group == group_name and pending.given.isdisjoint(names)
 
-    async def _load(self, load: Callable[[WeightUpdate], None], label: str | None) -> str:
+    async def _load(self, load: Callable[[WeightUpdate], None], label: str | None, abort_all: bool) -> str:
+        if self.state.pending is None:
+            self.state.pending = await self.engine.call(LLM.begin_weight_update)
         update = self.state.pending
-        if update is None:
-            update = self.state.pending = await self.engine.call(LLM.begin_weight_update)
         self._label = label or self._label
         try:
             await in_daemon_thread(load, update)
         except BaseException:
             self._forget()
             raise
-        if self._explicit or update.missing:
-            return (
-                f"{len(update.given)} tensors staged, {len(update.missing)} to come; version {self.label!r} serves on"
-            )
+        if abort_all:
+            await self.engine.abort()
+        missing = update.missing  # looks at all names
+        if self._explicit or missing:
+            return f"{len(update.given)} tensors staged, {len(missing)} to come; version {self.label!r} serves on"
         await self._commit(update, label)
         return f"version {self.label!r} is in force"
 

@@ -192,6 +192,24 @@ def test_from_disk_by_both_dialects(server, path, updated, old_rollout, new_roll
     assert served(server) == old_rollout
 
 
+def test_requests_end_for_an_update_once_its_weights_are_there(server, state, updated, tmp_path):
+    """One that brings none ends no request."""
+    server.ok("/pause?mode=keep")
+    asked = {"abort_all_requests": True}
+    with in_background(server.ok, "/inference/v1/generate", LONG) as replies:
+        wait_for(lambda: server.engine.num_sequences == 1)
+        assert server.post("/update_weights_from_disk", asked | {"model_path": str(tmp_path)}).status_code == 400
+        nobodys = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+        assert server.post("/update_weights_from_distributed", asked | nobodys).status_code == 409
+        assert server.engine.num_sequences == 1
+        server.ok("/update_weights_from_disk", asked | {"model_path": str(updated)})
+    assert replies[0]["choices"][0]["finish_reason"] == "abort"
+    with in_background(server.ok, "/inference/v1/generate", LONG) as replies:
+        wait_for(lambda: server.engine.num_sequences == 1)
+        assert Sender(server).send(state, **asked).status_code == 200
+    assert replies[0]["choices"][0]["finish_reason"] == "abort"
+
+
 class Gadget:
     """Creates a file where it is unpickled."""
 
