@@ -98,7 +98,7 @@ class InitTransferBody(Body):
     init_info: InitGroupBody
 
 
-class Manifest(GroupBody):
+class TensorListBody(GroupBody):
     """The tensors that a broadcast brings, in order; vLLM calls their dtypes dtype_names."""
 
     names: Many[str] = Field(min_length=1)
@@ -107,12 +107,12 @@ class Manifest(GroupBody):
     bucket_bytes: int | None = Field(default=None, ge=1, description="samebits' own: broadcasts of at most N bytes.")
 
     def specs(self) -> list[TensorSpec]:
-        """The manifest as the engine takes it. Raises ValueError."""
+        """The list as the engine takes it. Raises ValueError."""
         return parse_specs(self.names, self.dtypes, self.shapes)
 
 
-class FromDistributedBody(Manifest, _UpdateBody):
-    """A manifest, and how its tensors are sent."""
+class FromDistributedBody(TensorListBody, _UpdateBody):
+    """A list of tensors, and how they are sent."""
 
     load_format: Literal["flattened_bucket"] | None = None
 
@@ -120,7 +120,7 @@ class FromDistributedBody(Manifest, _UpdateBody):
 class UpdateBody(WholeUpdateBody):
     """An update by broadcast or from a directory."""
 
-    update_info: Manifest | None = None
+    update_info: TensorListBody | None = None
     weight_dir: str | None = Field(default=None, min_length=1)
 
 
