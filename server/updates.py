@@ -184,7 +184,6 @@ class WeightUpdates:
         await self._reach(address, port)
         with self.state.updating(f"the making of group {name!r}"):
             self._forget()
-            await in_daemon_thread(self._leave, name)
             workers = await self.engine.call(lambda llm: llm.worker_engine.workers)
             where = (address, port, rank, world_size, backend, self.timeout)
             await in_daemon_thread(workers.join_weight_group, name, *where)
