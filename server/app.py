@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -53,7 +52,7 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
     app = FastAPI(
         title="samebits", version=__version__, summary="Rollouts whose log-probs are, bit for bit, the trainer's.",
         lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=MAX_BODY,
-        responses={status: {"description": HTTPStatus(status).phrase} for status in _STATUSES},
+        responses={status: {} for status in _STATUSES},
         exception_handlers=dict.fromkeys((RequestValidationError, StarletteHTTPException, Exception, *known), _say),
     )  # fmt: skip
     app.state.service = service

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
-from .options import UNLIMITED, Limits
+from .options import Limits
 from .states import ConflictError, ServerState, UnavailableError
 from .tokenization import Tokenization
 
@@ -77,10 +77,8 @@ class Generation:
 
     async def final(self) -> list[RequestOutput]:
         """The last output of each request; `close`s in the end. Raises GenerationError where one failed."""
-        last: dict[int, RequestOutput] = {}
         try:
-            async for index, output in self.outputs():
-                last[index] = output
+            last = {index: output async for index, output in self.outputs()}
         finally:
             self.close()
         for c in itertools.chain.from_iterable(output.completions for output in last.values()):
@@ -100,11 +98,11 @@ class AsyncEngine:
     limits: of each call, and of what may run and wait, if there are any; more of that is `UnavailableError`.
     """
 
-    def __init__(self, llm: LLM, limits: Limits = UNLIMITED):
+    def __init__(self, llm: LLM, limits: Limits | None = None):
         self.llm = llm
         self.state = ServerState(llm)
         self.tokenization = Tokenization(llm)
-        self.limits = limits
+        self.limits = limits or Limits()
         self.on_step: Callable[[float], None] = lambda seconds: None  # called by the engine's thread
         self.generations: dict[str, Generation] = {}
         self.by_engine_id: dict[str, Generation] = {}
@@ -234,10 +232,11 @@ class AsyncEngine:
         for prompt in prompts:
             self.tokenization.check_length(prompt)
         inline = sum(map(len, prompts)) <= INLINE_PROMPT and all(r.params.structured_outputs is None for r in requests)
-        in_thread, process, checked = self.tokenization.in_thread, self.llm.process, []
+        process = self.llm.process
+        checked = []
         for r, prompt, name in zip(requests, prompts, names, strict=True):
             arguments = {"prompt": prompt, "cache_salt": r.cache_salt}, r.params, name, self.tokenization.processor
-            checked.append(process(*arguments) if inline else await in_thread(process, *arguments))
+            checked.append(process(*arguments) if inline else await self.tokenization.in_thread(process, *arguments))
         return checked
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

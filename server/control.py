@@ -261,7 +261,8 @@ async def begin_weight_update(server: Served, body: WholeUpdateBody | None = Non
 @vllm.post("/update_weights")
 async def update_weights(body: UpdateBody, server: Served):
     """Receive tensors over the group, or load the checkpoint directory `weight_dir`."""
-    info, label = body.update_info, body.weight_version
+    info = body.update_info
+    label = body.weight_version
     if info and not body.weight_dir:
         return done(await server.updates.receive(info.group_name, info.specs(), info.bucket_bytes, label))
     if body.weight_dir and not info:

@@ -53,15 +53,15 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a call may ask for; more is a ValueError with the option that raises the limit.
+    """The most that a call may ask for, by default all; more is a ValueError with the option that raises the limit.
 
     sequences: prompts x n that may run and wait. logprobs: alternatives per token. values: log-probs of a reply, with
     those of alternatives.
     """
 
-    sequences: int
-    logprobs: int
-    values: int
+    sequences: int = 1 << 40
+    logprobs: int = MAX_LOGPROBS
+    values: int = 1 << 40
 
     def check_count(self, sequences: int) -> None:
         """Check how many prompts, or samples of them, a call has."""
@@ -85,9 +85,6 @@ class Limits:
         """Check the reply's size, now that the prompts' lengths are known."""
         what = "log-probs of a reply (n x max_tokens x (1 + logprobs), the prompt's, and four for a token's experts)"
         _check(sum(map(reply_values, requests)), self.values, what, "--max-reply-logprobs")
-
-
-UNLIMITED = Limits(1 << 40, MAX_LOGPROBS, 1 << 40)
 
 
 def _check(asked: int, limit: int, what: str, option: str) -> None:

@@ -58,7 +58,8 @@ _IGNORED = """
     torch_empty_cache recapture_cuda_graph token_step packed_buffer_size_bytes packed_num_buffers allow_quant_error
     spaces_between_special_tokens output_kind flush_cache
 """
-UNSUPPORTED, IGNORED = {*NEUTRAL, *_UNSUPPORTED.split()}, {*_IGNORED.split()}
+UNSUPPORTED = {*NEUTRAL, *_UNSUPPORTED.split()}
+IGNORED = {*_IGNORED.split()}
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # vLLM's: SGLang's
 OTHER_DIALECT = _NAMES | {sglang: vllm for vllm, sglang in _NAMES.items()}
 
@@ -282,7 +283,8 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 def _part(content: Iterator[bytes], seconds: float) -> tuple[bytes, bool]:
     """About PART bytes of the content, or what these seconds make; and whether there may be more."""
-    part, end = bytearray(), time.perf_counter() + seconds
+    part = bytearray()
+    end = time.perf_counter() + seconds
     for piece in content:
         part += piece
         if len(part) >= PART or time.perf_counter() > end:

@@ -149,7 +149,8 @@ def serve(llm: LLM, model_name: str, listeners: list[socket.socket], guard: Guar
     """
     app = create_app(llm, model_name, guard, **options)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    config, host = llm.config, listeners[0].getsockname()[0]
+    config = llm.config
+    host = listeners[0].getsockname()[0]
     logger.info("%s in %s, KV cache %.1f GiB, replicas %d, stages %d, contract %s", model_name, config.dtype,
                 llm.kv_cache_bytes / 2**30, config.replicas, config.pipeline_parallel_size,
                 app.state.service.contract_hash)  # fmt: skip
