@@ -9,6 +9,8 @@ from ..engine.config import EngineConfig
 from ..engine.engine import WorkerEngine
 from ..engine.weights import WorkerError
 
+__all__ = ["make_engine"]
+
 
 def make_engine(path: pathlib.Path, config: EngineConfig) -> WorkerEngine:
     """Return the engine that a configuration of several processes asks for. WorkerError where Ray isn't installed."""

@@ -15,6 +15,7 @@ PACKAGES = [
     "engine",
     "cluster",
     "trainer",
+    "agents",
     "correction",
     "integrations",
     "server",
