@@ -10,18 +10,18 @@ import sys
 import tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
-BUDGETS = {  # with slack: what a package may grow to before it has to be thought over
-    "engine + scheduler + model": 5900,
-    "cluster": 930,
-    "trainer": 620,
-    "trainer/rl": 1080,
-    "correction": 680,
-    "correction/calibration": 570,
-    "integrations": 1265,
-    "integrations/trl.py + integrations/verl": 705,
-    "agents": 205,
-    "server": 2000,
-    "cli": 1700,
+BUDGETS = {  # 5 % above what there was when they were set: where one is met, look for what can go, before it is raised
+    "engine + scheduler + model": 6150,
+    "cluster": 970,
+    "trainer": 650,
+    "trainer/rl": 1130,
+    "correction": 715,
+    "correction/calibration": 600,
+    "integrations": 1335,
+    "integrations/trl.py + integrations/verl": 740,
+    "agents": 215,
+    "server": 2095,
+    "cli": 1725,
     "kernels": None,
     "kernels/triton": None,
 }

@@ -119,6 +119,19 @@ def test_no_link_is_dead(page):
             assert (page.parent / target).exists(), target
 
 
+def floors(file: str) -> list[set[str]]:
+    """The packages by floor, as a file lists them."""
+    assigned = {ast.unparse(n.targets[0]): n.value for n in ast.parse((ROOT / file).read_text()).body
+                if isinstance(n, ast.Assign)}  # fmt: skip
+    return [set(floor) for floor in ast.literal_eval(assigned["FLOORS"])]
+
+
+def test_the_figure_of_the_architecture_has_the_floors_that_imports_keep_to():
+    *drawn, lowest = floors("docs/draw_architecture.py")
+    assert [*drawn, lowest - {"correction"}] == floors("tests/test_structure.py")
+    assert "correction" in lowest, "it imports nothing of ours"
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
