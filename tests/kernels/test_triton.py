@@ -1055,6 +1055,7 @@ def test_negative_control_a_tree_that_varies_is_noticed(checkpoint, monkeypatch)
             check_results(models, requests, results)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_cpus(checkpoint):
     """Forward by other trees and backward by other code, so equal to rounding only."""
     path = checkpoint("qwen3", vocab_size=257, num_hidden_layers=1)
