@@ -102,7 +102,7 @@ class EngineCore(WorkerEngine):
         for sample in unfinished:
             sample.begin_constraint(self.tokenizer)
         if not any(s.sampled for s in unfinished):  # else it comes from another replica
-            unfinished[0].siblings = unfinished[1:]
+            unfinished[0].siblings = [*unfinished[1:]]
             del unfinished[1:]
         for sample in unfinished:
             self.scheduler.add(sample)
