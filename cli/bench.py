@@ -36,7 +36,7 @@ def measure(
     turn: Callable[[], object] = lambda: None,
     **settings,
 ) -> dict:
-    """Time the engine: EOS ignored, T=1, log-probs on. Two tokens of each sample, to warm up, then `repeats` runs.
+    """Return the engine's times: EOS ignored, T=1, log-probs on; two tokens of each sample first, then `repeats` runs.
 
     Each run starts with an empty prefix cache.
 

@@ -55,7 +55,7 @@ def calibrate_files(
     margin: float = MARGIN,
     max_bias: float = MAX_BIAS,
 ) -> Calibrated:
-    """Calibrate a file of traces against one of exact rollouts. candidates: a file with more of them, as
+    """Return a calibration of a file of traces against one of exact rollouts. candidates: a file with more of them, as
     `read_candidates` reads it; margin, max_bias: see `calibrate`.
 
     With a model both are re-scored: a reference whose log-probs are not the exact ones, bit for bit, is refused, and so

@@ -82,7 +82,7 @@ def diagnose(
     use_tqdm: bool = True,
     ratio: Ratio = "old/rollout",
 ) -> Report:
-    """Read a file of rollouts once, and measure engine against trainer; with a model, against its exact scores. ratio:
+    """Return the measures of a file of rollouts, engine against trainer; with a model, against its exact scores. ratio:
     the two policies to compare; those of staleness need the records' current_logprobs."""
     trainer: Literal["old", "reference"] = "old" if model is None else "reference"
     rollouts = read_rollouts(path)

@@ -65,7 +65,7 @@ class Options(dict[str, inspect.Parameter]):
 
 
 def with_options(**groups: Options) -> Callable[[Callable], Callable]:
-    """Give a command options for the parameters that are named, after its own; it gets the values of each as a dict."""
+    """Return a decorator: a command gets options for the parameters named, and the values of each as a dict."""
 
     def decorate(command: Callable) -> Callable:
         hints = get_type_hints(command, include_extras=True)

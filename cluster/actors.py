@@ -60,13 +60,13 @@ class Actor:
         self.handle = remote_kind.options(**placement.options(bundle)).remote()
 
     def start(self, group: str, method: str, *args: Any, **options: Any) -> Call:
-        """Start a method of the actor; those of a group are executed in order. options: Ray's."""
+        """Start a method of the actor and return the call; those of a group are executed in order. options: Ray's."""
         check_connected()
         remote = getattr(self.handle, method).options(concurrency_group=group, **options).remote
         return Call(self.name, remote(*args))
 
     def call(self, method: str, *args: Any) -> Call:
-        """Start a method of the actor's worker."""
+        """Start a method of the actor's worker and return the call."""
         group = "weights" if method in Worker.CONCURRENT else "control"
         return self.start("steps" if method == "run_step" else group, "call", method, *args)
 

@@ -46,7 +46,7 @@ class Progress:
 
     @classmethod
     def take(cls, sample: Sample) -> Progress:
-        """Collect what wasn't reported of a sample, which then counts as reported."""
+        """Return what wasn't reported of a sample, which then counts as reported."""
         request = sample.request
         start = sample.reported
         sample.reported = len(sample.sampled)
@@ -94,7 +94,7 @@ class Host:
         self._commands: SimpleQueue[tuple[Future, str, tuple]] = SimpleQueue()
 
     def load(self, *args: Any) -> WorkerInfo:
-        """Make the worker, a StageWorker(*args), and describe it."""
+        """Make the worker, a StageWorker(*args), and return its description."""
         self.worker = StageWorker(*args)
         return self.worker.info()
 

@@ -66,12 +66,12 @@ class ReplicaClient(RemoteWorkers):
         self._lives = [stage.start("life", "live").ref for stage in stages]
 
     def command(self, method: str, *args: Any, timeout: float = 0.0) -> Call:
-        """Have a method of the engine called between two steps. timeout: seconds for which it may report nothing."""
+        """Return a call of an engine's method between two steps. timeout: seconds for which it may report nothing."""
         self._patience = max(self._patience, time.monotonic() + timeout)
         return self.actors[0].start("control", "command", method, *args)
 
     def post(self, method: str, *args: Any) -> Call:
-        """Have a method of the engine called between two steps; the call ends as soon as that is noted."""
+        """Return a call of an engine's method between two steps, which ends as soon as that is noted."""
         return self.actors[0].start("control", "post", method, *args)
 
     def reports(self) -> Iterator[ReplicaReport]:

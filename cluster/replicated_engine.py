@@ -311,7 +311,7 @@ class ReplicatedEngine(WorkerEngine):
             self.poll(POLL)
 
     def begin_weight_update(self) -> WeightUpdate:
-        """Open an update of the replicas that serve. Those that start meanwhile get its weights afterwards."""
+        """Open an update of the replicas that serve and return it. Those that start meanwhile get its weights later."""
         self._wait_until_one_serves()
         update = WeightUpdate(self.workers, self.table, self.path)
         still_open = [pair for pair in self._updates if pair[0].open]

@@ -256,7 +256,7 @@ class EngineCore(WorkerEngine):
         return self.executor
 
     def begin_weight_update(self) -> WeightUpdate:
-        """Open an update of this replica's workers."""
+        """Open an update of this replica's workers and return it."""
         return WeightUpdate(self.executor, self.table, self.path)
 
     def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:

@@ -139,7 +139,7 @@ class WorkerEngine(Engine):
 
     @abstractmethod
     def begin_weight_update(self) -> WeightUpdate:
-        """Open an update, which any thread may load while the engine goes on."""
+        """Open an update and return it; any thread may load it while the engine goes on."""
 
     @abstractmethod
     def commit_weight_update(self, update: WeightUpdate, version: int, recompute_running: bool = True) -> None:
@@ -157,7 +157,7 @@ class WorkerEngine(Engine):
         return version
 
     def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
-        """Load an update from one source and put it in force."""
+        """Load an update from one source, put it in force and return its version."""
         version = self.next_version(version)
         try:
             update = self.begin_weight_update()

@@ -61,7 +61,7 @@ class ModelInfo:
 
     @classmethod
     def of(cls, workers: Sequence[WorkerInfo]) -> ModelInfo:
-        """Combine what the workers of a replica say of themselves. NumericsError where their contracts differ.
+        """Return what the workers of a replica say together. NumericsError where their contracts differ.
 
         The KV pool has as many blocks as the worker with the least room can hold.
         """

@@ -226,13 +226,13 @@ class LLM:
         return self.engine.update_weights(source, version, recompute_running)
 
     def begin_weight_update(self) -> WeightUpdate:
-        """Open an update, to be loaded in parts, from any thread, while the engine goes on."""
+        """Open an update and return it, to be loaded in parts, from any thread, while the engine goes on."""
         return self.worker_engine.begin_weight_update()
 
     def commit_weight_update(
         self, update: WeightUpdate, version: int | None = None, recompute_running: bool = True
     ) -> int:
-        """Put a complete update in force, in all stages and replicas or in none; otherwise as `update_weights`."""
+        """Put a complete update in force everywhere or nowhere and return its version; else as `update_weights`."""
         version = self.worker_engine.next_version(version)
         self.worker_engine.commit_weight_update(update, version, recompute_running)
         return version

@@ -120,7 +120,7 @@ class ModelRunner:
 
     @staticmethod
     def peak_bytes(model: PreTrainedModel, tokens: int) -> int:
-        """Measure the memory that a step of `tokens` tokens takes on a GPU beside weights and KV, in bytes."""
+        """Return the bytes that a step of `tokens` tokens takes on a GPU beside weights and KV, as measured."""
         device = model.device
         config = model.config
         most = config.max_position_embeddings

@@ -87,7 +87,7 @@ class Worker:
         self._groups: dict[str, WeightGroup] = {}
 
     def info(self) -> WorkerInfo:
-        """Describe the worker and the room that it has for KV. ValueError or MemoryError where it has none."""
+        """Return the worker's description. ValueError or MemoryError where it has no room for KV."""
         block_bytes = ModelRunner.block_bytes(self.model)
         contract = contract_of(self.model) if self.config.exact else None
         if contract is not None and self.config.adapter is not None:

@@ -90,7 +90,7 @@ class Client:
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate as `LLM.generate` does, for a list of strings or a list of token-id lists.
+        """Return what `LLM.generate` does, for a list of strings or a list of token-id lists.
 
         More than the server takes in one call becomes several calls, one after another. What comes while others'
         fill the server's queue is sent again, in halves, for `timeout` seconds.
@@ -169,7 +169,7 @@ class Client:
         return self.send_weights(specs_of(source), full_tensors(source), version, address)
 
     def load_weights(self, folder: str | os.PathLike, version: int | str | None = None) -> int | str:
-        """Update as `update_weights` does, from a checkpoint directory that the server sees under the same path."""
+        """Update from a checkpoint directory that the server sees under the same path; return as `update_weights`."""
         body = {"model_path": os.path.abspath(folder), "weight_version": None if version is None else str(version)}
         self.post("/update_weights_from_disk", body)
         return self.weight_version
@@ -181,7 +181,7 @@ class Client:
         version: int | str | None = None,
         address: str | None = None,
     ) -> int | str:
-        """Update as `update_weights` does, for tensors that are made one after another."""
+        """Update by tensors that are made one after another; return as `update_weights`."""
         known = self.get("/weight_info")["weight_groups"]
         if self._group is None or not self._group.usable or DEFAULT_GROUP_NAME not in known:
             self._group = self._join(address or self._own_address())

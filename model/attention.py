@@ -116,7 +116,7 @@ def plain_forward(
     layout: ops.PagedLayout | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as `attention_forward` does; without a layout, to sequences that `position_ids` [B or 1, T] tell apart."""
+    """Return what `attention_forward` does; without a layout, of sequences that `position_ids` [B or 1, T] part."""
     if attention_mask is not None:
         raise ValueError(f'attn_implementation="{NAME}" takes no mask of scores; use samebits.trainer.exact_model')
     if layout is None:

@@ -164,7 +164,7 @@ def check_same_numerics(mine: PretrainedConfig, theirs: PretrainedConfig) -> Non
 
 
 def make_exact(model: PreTrainedModel, exact: bool = True) -> PreTrainedModel:
-    """Make the ops of a HF causal LM exact, in place, by swapping its modules' classes; parameters stay as they are.
+    """Make the ops of a HF causal LM exact, in place, by swapping its modules' classes, and return it.
 
     exact=False keeps torch's own ops, attention too: a control, whose bits depend on the batch. Raises
     UnsupportedModelError, naming module and op, or NumericsError where this machine can't keep the promise, and leaves

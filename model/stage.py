@@ -30,7 +30,7 @@ def shift_layer(name: str, by: int) -> str:
 
 
 def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layers]:
-    """Cut layers of these costs into `stages` runs, at least one each, so that the dearest run is as cheap as can be.
+    """Return layers of these costs in `stages` runs, at least one each, of which the dearest is as cheap as can be.
 
     head: the cost of norm and lm_head, which go with the last layer. Among equals, earlier runs are as cheap as can be.
     """
@@ -55,7 +55,7 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[Layer
 
 
 def split_by_size(path: os.PathLike, stages: int) -> list[Layers]:
-    """Cut a checkpoint's layers by the parameters that a token meets: the time of decoding follows them."""
+    """Return a checkpoint's layers in stages that are alike in their numbers of parameters."""
     config = load_config(path)
     layers = [0] * config.num_hidden_layers
     head = config.vocab_size * config.hidden_size

@@ -242,7 +242,7 @@ async def answer(
     engine: AsyncEngine, requests: list[GenerateRequest], name: str, streamed: bool | None,
     whole: Callable[[list[RequestOutput]], Any], events: Events, last: Last = tuple,
 ) -> Response:  # fmt: skip
-    """Generate under a name, and reply in a dialect's form, whole or as server-sent events.
+    """Generate under a name, and return the reply in a dialect's form, whole or as server-sent events.
 
     whole: the reply from the finished outputs. events: what a stream says of one output of the request with this index;
     last: what it says before [DONE]. All of them are JSON as `pieces` takes it.

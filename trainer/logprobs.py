@@ -130,7 +130,7 @@ class PackedBatch:
         routed_experts: Sequence[np.ndarray | Tensor | None] | None = None,
         note_experts: bool = False,
     ) -> PackedBatch:
-        """Pack rows of token ids, without the first `shared` tokens of each, which are those of the row before it.
+        """Return rows of token ids as a batch, without the first `shared` tokens of each: those of the row before it.
 
         routed_experts: see `token_logprobs`; then nothing is shared. note_experts: note the routers' own choices, too.
         """

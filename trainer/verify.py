@@ -79,7 +79,7 @@ def verify(
     device: str = "cpu",
     adapter: Any = None,
 ) -> VerifyReport:
-    """Run every setting of SAMPLING under a random schedule and compare all log-probs, as bits, with the trainer's.
+    """Return how many log-probs, of every setting of SAMPLING under random schedules, differ from the trainer's.
 
     The KV pool is kept small, so that sequences are preempted; prompts share prefixes; n > 1. plant_fault: a module of
     the engine whose output is falsified by some units in the last place, to see that the proof can fail. On a
@@ -208,7 +208,7 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def locate(llm: LLM, model: PreTrainedModel, tokens: list[int]) -> str:
-    """Recompute one sequence on both sides; the first module, in order of computation, to differ."""
+    """Recompute one sequence on both sides and return the first module, in order of computation, to differ."""
     ours = _engine_activations(llm, tokens)
     with _recorded(model) as seen, torch.no_grad():
         model(torch.tensor([tokens], device=model.device), logits_to_keep=1)

@@ -29,7 +29,7 @@ STATE = "trainer.json"
 def save_checkpoint(
     folder: pathlib.Path, step: int, model: PreTrainedModel, optimizer, state: dict[str, Any], keep: int = 2
 ) -> pathlib.Path:
-    """Write folder/step-N from all ranks; it appears whole or not at all, and the older ones stay until then.
+    """Write folder/step-N from all ranks and return it; it appears whole or not at all, older ones stay until then.
 
     Sharded tensors (torch.distributed.checkpoint) and `state` (JSON). The newest `keep` checkpoints are kept. Raises
     OSError on every rank where one of them couldn't write.
