@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -103,7 +104,8 @@ class Scheduler:
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.calls: dict[Hashable, Call] = {}  # that have unfinished sequences, in order of arrival
+        # those that have unfinished sequences, in order of arrival; a dict would look for its first ever longer
+        self.calls: OrderedDict[Hashable, Call] = OrderedDict()
         self.running: list[Sequence] = []  # in order of arrival
         self._ranks: tuple[list[Sequence], list[Sequence]] | None = None  # of those that run, until these change
         self.num_waiting = 0
