@@ -16,7 +16,7 @@ from ..engine.weights import WorkerError, Workers
 from ..engine.weights.spec import buckets, from_bytes, packed
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
-from .ray_cluster import Placement, check_connected
+from .ray_cluster import ReplicaPlacement, check_connected
 
 # Each group has its own thread in an actor, which executes its calls in order: steps; what is done between steps; what
 # a worker does beside steps; and a call that lasts as long as the process.
@@ -53,7 +53,7 @@ class Actor:
     kind: its class, whose `call` calls a method of its worker.
     """
 
-    def __init__(self, kind: type, name: str, placement: Placement, bundle: int):
+    def __init__(self, kind: type, name: str, placement: ReplicaPlacement, bundle: int):
         self.name = name
         remote: Any = ray.remote  # whose types know no concurrency groups
         remote_kind = remote(concurrency_groups=dict.fromkeys(GROUPS, 1))(kind)

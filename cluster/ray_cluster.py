@@ -89,7 +89,7 @@ def sharers_of_memory(config: EngineConfig, threads: int) -> int:
     return max(1, min(config.num_workers, largest // threads))
 
 
-class Placement:
+class ReplicaPlacement:
     """A placement group, with a bundle of resources for each stage of a replica, close together."""
 
     def __init__(self, config: EngineConfig, threads: int):

@@ -16,7 +16,7 @@ from ..engine.outputs import EngineStats
 from ..engine.weights import WeightUpdate, WeightUpdateError, WorkerError
 from ..model.checkpoint import StoredWeights
 from .actors import Actor, Call, RemoteWorkers, gather
-from .ray_cluster import Placement, check_connected
+from .ray_cluster import ReplicaPlacement, check_connected
 from .replica import Host, ReplicaReport
 
 POLL = 0.5  # seconds between looks at the time
@@ -33,7 +33,7 @@ class ReplicaClient(RemoteWorkers):
     stats: EngineStats
     capacity: int
 
-    def __init__(self, index: int, placement: Placement, config: EngineConfig):
+    def __init__(self, index: int, placement: ReplicaPlacement, config: EngineConfig):
         self.index = index
         self.placement = placement
         self.name = f"replica {index}"

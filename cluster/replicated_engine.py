@@ -30,7 +30,14 @@ from ..engine.worker import max_model_len
 from ..model.checkpoint import StoredWeights
 from .actors import RemoteWorkers, outcomes
 from .dispatcher import Dispatcher
-from .ray_cluster import Placement, PlacementError, check_connected, connect, sharers_of_memory, threads_per_worker
+from .ray_cluster import (
+    PlacementError,
+    ReplicaPlacement,
+    check_connected,
+    connect,
+    sharers_of_memory,
+    threads_per_worker,
+)
 from .replica import ReplicaReport
 from .replica_client import ReplicaClient
 
@@ -48,7 +55,7 @@ class ReplicaState:
 
     def __init__(self, index: int):
         self.index = index
-        self.placement: Placement | None = None
+        self.placement: ReplicaPlacement | None = None
         self.status: Literal["waiting", "starting", "serving", "failed"] = "waiting"
         self.client: ReplicaClient | None = None
 
@@ -134,7 +141,7 @@ class ReplicatedEngine(WorkerEngine):
         """Start a replica, bring it the weights in force, and have it admitted."""
         check_connected()
         one.status = "waiting"
-        placement = Placement(self.config, self._threads)
+        placement = ReplicaPlacement(self.config, self._threads)
         one.placement = placement
         placement.wait(self.config.start_timeout)
         one.status = "starting"
