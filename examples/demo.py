@@ -55,13 +55,20 @@ def roll_out(model: str, exact: bool, max_tokens: int, n: int) -> list[dict]:
     ]
 
 
-def score(model_name: str, exact: bool, job: str) -> None:
-    """One torchrun process: scores its share of the samples under FSDP2; rank 0 writes all results."""
+def score(model_name: str, job: str) -> None:
+    """One torchrun process: scores its share of the samples under FSDP2, with samebits' ops and with torch's own."""
+    dist.init_process_group("gloo")
+    scores = {exact: score_samples(model_name, exact, samples) for exact, samples in torch.load(job).items()}
+    if dist.get_rank() == 0:
+        torch.save(scores, job + ".scores")
+    dist.destroy_process_group()
+
+
+def score_samples(model_name: str, exact: bool, samples: list[dict]) -> list[torch.Tensor]:
+    """The log-probs of all samples' completions, which the ranks share out among them."""
     from samebits.trainer import exact_model, shard, token_logprobs
 
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    samples = torch.load(job)
     model = shard(exact_model(model_name, exact=exact))
     mine = list(range(rank, len(samples), world))
     results: dict[int, torch.Tensor] = {}
@@ -72,35 +79,39 @@ def score(model_name: str, exact: bool, job: str) -> None:
                 results[i] = logprobs[samples[i]["start"] :]
     gathered: list = [None] * world
     dist.all_gather_object(gathered, results)
-    if rank == 0:
-        merged = {i: lp for part in gathered for i, lp in part.items()}
-        torch.save([merged[i] for i in range(len(samples))], job + ".scores")
-    dist.destroy_process_group()
+    merged = {i: logprobs for part in gathered for i, logprobs in part.items()}
+    return [merged[i] for i in range(len(samples))]
 
 
-def compare(model: str, exact: bool, max_tokens: int, n: int, console: Console) -> bool:
-    """Rolls out, scores in other processes, prints the table. Returns whether all bits were equal."""
-    samples = roll_out(model, exact, max_tokens, n)
+def trainer_logprobs(model: str, samples: dict[bool, list[dict]]) -> dict[bool, list[torch.Tensor]]:
+    """The trainer's log-probs of both sides' samples, from two processes."""
     with tempfile.TemporaryDirectory() as folder:
         job = str(pathlib.Path(folder) / "job.pt")
         torch.save(samples, job)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-        command += ["--model", model, "--score", job] + ([] if exact else ["--off"])
         threads = max(1, (os.cpu_count() or 2) // 2)
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        scores = torch.load(job + ".scores")
-    title = "samebits" if exact else "the same with the numerics switches off (torch's own ops)"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        subprocess.run([*command, "--model", model, "--score", job], check=True, env=environment)
+        return torch.load(job + ".scores")
+
+
+def compare(title: str, samples: list[dict], scores: list[torch.Tensor], console: Console) -> bool:
+    """Prints the table. Returns whether all bits were equal."""
     table = Table("prompt", "tokens", "mean log-prob", "max |difference|", "tokens that differ", title=title)
-    total = differing = 0
+    total = 0
+    differing = 0
     worst = 0.0
     for i, prompt in enumerate(PROMPTS):
         pairs = [(torch.tensor(s["logprobs"]), lp) for s, lp in zip(samples, scores, strict=True) if s["prompt"] == i]
         rollout, trainer = (torch.cat(side) for side in zip(*pairs, strict=True))
-        largest, unequal = (rollout - trainer).abs().max().item(), int((rollout != trainer).sum())
+        largest = (rollout - trainer).abs().max().item()
+        unequal = int((rollout != trainer).sum())
         table.add_row(
             prompt[:44], str(len(rollout)), f"{statistics.fmean(rollout.tolist()):.4f}", f"{largest:.3g}", str(unequal)
         )
-        total, differing, worst = total + len(rollout), differing + unequal, max(worst, largest)
+        total += len(rollout)
+        differing += unequal
+        worst = max(worst, largest)
     console.print(table)
     verdict = "bitwise equal" if differing == 0 else f"{differing} tokens differ"
     console.print(f"max |rollout - trainer| = {worst:.3g} over {total} tokens, {verdict}\n", highlight=False)
@@ -113,14 +124,16 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("-n", type=int, default=4, help="samples per prompt")
     parser.add_argument("--score", help=argparse.SUPPRESS)
-    parser.add_argument("--off", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.score:
-        score(args.model, not args.off, args.score)
+        score(args.model, args.score)
         return
     console = Console(width=110)
-    equal = compare(args.model, True, args.max_tokens, args.n, console)
-    compare(args.model, False, args.max_tokens, args.n, console)
+    samples = {exact: roll_out(args.model, exact, args.max_tokens, args.n) for exact in (True, False)}
+    scores = trainer_logprobs(args.model, samples)
+    equal = compare("samebits", samples[True], scores[True], console)
+    off = "the same with the numerics switches off (torch's own ops)"
+    compare(off, samples[False], scores[False], console)
     sys.exit(0 if equal else 1)
 
 

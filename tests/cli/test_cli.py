@@ -43,8 +43,9 @@ def started(*args):
     return run("-c", "from samebits.cli.main import main; main()", *args)
 
 
-def test_generate_prints_the_same_json_for_the_same_seed(smollm2):
-    args = ("generate", smollm2, "The capital of France is", "-n", 2, "--max-tokens", 8, "--seed", 3, "--json")
+def test_generate_prints_the_same_json_for_the_same_seed(checkpoint, tmp_path):
+    model = served_checkpoint(checkpoint("llama"), tmp_path / "model")
+    args = ("generate", model, "The capital of France is", "-n", 2, "--max-tokens", 8, "--seed", 3, "--json")
     first, second = started(*args), samebits(*args)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
