@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 
@@ -46,6 +47,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def entry_point(checkout: pathlib.Path) -> list[str]:
+    """The command of another version, whose command line may be elsewhere in it."""
+    scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["samebits"].partition(":")
+    return [sys.executable, "-c", f"import {module} as main; main.{function}()"]
+
+
 @contextlib.contextmanager
 def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil.Process]]:
     """Starts a server, waits until it answers, stops it. engine: vLLM, samebits, or the folder of another checkout."""
@@ -56,11 +64,13 @@ def server(engine: str, model: str, *options: str) -> Iterator[tuple[int, psutil
                    "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "128", "--enforce-eager",
                    "--no-enable-log-requests"]  # fmt: skip
     else:
-        command = [str(SAMEBITS), "serve", model, "--kv-cache-memory-bytes", str(2**30), *options]
+        command = [str(SAMEBITS)]
         if engine == "samebits":
-            command += ["--control-port", str(port)]
+            options = (*options, "--control-port", str(port))
         else:  # versions before there were two ports know no such option
+            command = entry_point(pathlib.Path(engine))
             environment["PYTHONPATH"] = str(pathlib.Path(engine).parent)
+        command += ["serve", model, "--kv-cache-memory-bytes", str(2**30), *options]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
         try:
