@@ -491,5 +491,7 @@ def prepare_rollout(model: PreTrainedModel) -> None:
         return
     check = SelfCheck(model)
     pack_weights(model)
+    linears = [module for module in model.modules() if isinstance(module, ExactLinear)]
+    assert all(linear.packed is not None for linear in linears if linear.low_rank is not None), "or it is passed over"
     fuse(model, check.prefill)
     check.paged()
