@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -70,14 +71,19 @@ def _smollm2() -> pathlib.Path:
 
 def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
     """Write the GGUF file as safetensors + tokenizer.json; `target` appears whole or not at all."""
+    from unittest import mock
+
+    import gguf
     import torch
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    # transformers reads the file anew for config, weights and tokenizer, and maps all names once per module
+    once = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        with tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step") as bar:
+        with mock.patch.multiple(gguf, **once), tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step") as bar:
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
             bar.update()
             # dequantised on loading: where this is left, it says "quantised" and keeps save_pretrained from writing

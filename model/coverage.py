@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from .. import kernels
@@ -97,7 +96,7 @@ class Trace(TorchDispatchMode):
 
 def _is_free(name: str, overload: str, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
     """True for an op that moves data, is rounded correctly element by element, or computes with whole numbers."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    tensors = [value for value in (*args, out) if isinstance(value, Tensor)]  # lists of them are only moved
     if any(tensor.is_complex() for tensor in tensors):  # a product of these is four products and two sums
         return False
     if tensors and not any(tensor.is_floating_point() for tensor in tensors):

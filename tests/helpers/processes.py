@@ -21,7 +21,7 @@ def started(command, port, seconds=60):
         def answers():
             assert process.poll() is None, process.stdout.read()
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+                return httpx.get(f"http://127.0.0.1:{port}/health", verify=False).status_code == 200
 
         wait_for(answers, seconds)
         yield process
