@@ -75,11 +75,9 @@ class NoModel(Executor):
     """An executor without a model; notes when it got each step, and raises EnoughError at number `limit`."""
 
     is_local = True
-    load_timeout = 1.0
-    world_size = 1
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(world_size=1, load_timeout=1.0)
         self.info = ModelInfo(None, (), WeightTable({}, {}), 20_000, 0, 0, 0, 0)
         self.times: list[float] = []
         self.limit = 10**9

@@ -104,15 +104,9 @@ class RemoteWorkers(Workers):
     """`Workers` in actors. Tensors reach them as objects of Ray's, which all workers of a node read in one place."""
 
     def __init__(self, actors: Sequence[Actor], config: EngineConfig):
-        super().__init__()
+        super().__init__(len(actors), config.start_timeout)
         self.actors = [*actors]
         self.timeout = config.worker_timeout
-        self.load_timeout = config.start_timeout
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return len(self.actors)
 
     def _start(self, method: str, *args: Any) -> list[Call]:
         return [actor.call(method, *arguments_of(i, args)) for i, actor in enumerate(self.actors)]

@@ -128,22 +128,12 @@ class PipelineExecutor(Executor):
     """An `Executor` in a replica's first actor. first: its own worker; stages: the actors of the later ones."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, first: StageWorker, stages: Sequence[Actor]):
-        super().__init__()
+        super().__init__(1 + len(stages), config.start_timeout)
         self.info = info
         self.first = first
         self.stages = stages
+        self.is_local = not stages
         self.timeout = config.worker_timeout
-        self.load_timeout = config.start_timeout
-
-    @property
-    def is_local(self) -> bool:
-        """True if there is but one stage."""
-        return not self.stages
-
-    @property
-    def world_size(self) -> int:
-        """The number of stages."""
-        return 1 + len(self.stages)
 
     def submit(self, plan: Plan) -> StepResult:
         """Start a step; the first stage has computed it when this returns."""

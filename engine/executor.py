@@ -29,14 +29,13 @@ class StepResult(Protocol):
 
 
 class Executor(Workers):
-    """Runs the model of one replica on its workers: the whole model in one, or a pipeline stage in each."""
+    """Runs the model of one replica on its workers: the whole model in one, or a pipeline stage in each.
+
+    is_local: all workers are in this process, so that a step which fails leaves nothing behind elsewhere.
+    """
 
     info: ModelInfo
-
-    @property
-    @abstractmethod
-    def is_local(self) -> bool:
-        """True if all workers are in this process, so that a step which fails leaves nothing behind elsewhere."""
+    is_local: bool
 
     @abstractmethod
     def submit(self, plan: Plan) -> StepResult:
@@ -88,16 +87,10 @@ class LocalExecutor(Executor):
     is_local = True
 
     def __init__(self, path: pathlib.Path, config: EngineConfig):
-        super().__init__()
-        self.load_timeout = config.start_timeout
         self.workers = [Worker(path, config, layers) for layers in stage_layers(path, config)]
+        super().__init__(len(self.workers), config.start_timeout)
         self.info = ModelInfo.of([worker.info() for worker in self.workers])
         self.collective_rpc("initialize_cache", self.info.num_blocks)
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return len(self.workers)
 
     def submit(self, plan: Plan) -> SamplerOutput:
         """Compute a step. On a GPU its tokens may be on their way when this returns."""

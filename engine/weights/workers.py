@@ -33,18 +33,14 @@ def arguments_of(worker: int, args: Sequence[Any]) -> list[Any]:
 class Workers(ABC):
     """All workers whose weights change together, as one flat list: a replica's, or those of all replicas.
 
-    load_timeout: seconds that all tensors of an update may take.
+    world_size: their number; each is a rank in a weight group. load_timeout: seconds that all tensors of an update may
+    take.
     """
 
-    load_timeout: float
-
-    def __init__(self) -> None:
+    def __init__(self, world_size: int, load_timeout: float) -> None:
+        self.world_size = world_size
+        self.load_timeout = load_timeout
         self._groups: set[str] = set()
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """The number of workers, each of which is a rank in a weight group."""
 
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
