@@ -23,8 +23,6 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks={num_blocks}, block_size={block_size}: both must be positive")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.salt = b""

@@ -96,8 +96,6 @@ class Scheduler:
         async_scheduling: bool = False,
         speculator: Speculator | None = None,
     ):
-        if max_num_seqs < 1 or max_num_batched_tokens < 1 or batches_in_flight < 1:
-            raise ValueError("max_num_seqs, max_num_batched_tokens and batches_in_flight must be positive")
         self.batches_in_flight = batches_in_flight
         self.async_scheduling = async_scheduling
         self.speculator = speculator
@@ -293,11 +291,10 @@ class Scheduler:
         seq.draft = []
         seq.stale_kv = False
 
-    def postprocess(self, batch: Batch) -> list[Sequence]:
+    def postprocess(self, batch: Batch) -> None:
         """Record that a step was submitted: its KV exists for all steps after it, and its block copies are done.
 
-        Moves the counters, publishes full blocks and starts the siblings of prompts that are complete. Returns the
-        sequences that sample a token in this step, each followed by its siblings.
+        Moves the counters, publishes full blocks and starts the siblings of prompts that are complete.
         """
         self.blocks.end_copies()
         self.stats.steps += 1
@@ -309,11 +306,9 @@ class Scheduler:
             seq.num_scheduled_tokens = 0
             self.stats.draft_tokens += len(seq.draft)
             self.blocks.cache_blocks(seq)
-        sampling: list[Sequence] = []
         for seq in batch.sequences:
             if seq.num_cached_tokens == seq.num_tokens:
-                sampling += [seq, *self._fork(seq)]
-        return sampling
+                self._fork(seq)
 
     def accept(self, seq: Sequence) -> None:
         """Record that a drafted token was sampled: its KV exists."""
@@ -321,8 +316,8 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:  # not preempted meanwhile
             seq.num_cached_tokens += 1
 
-    def _fork(self, seq: Sequence) -> list[Sequence]:
-        """Start the siblings of a sequence whose prompt's KV exists, before it grows. Return them.
+    def _fork(self, seq: Sequence) -> None:
+        """Start the siblings of a sequence whose prompt's KV exists, before it grows.
 
         Where sequences or blocks are short, a sibling waits like any other and finds the prompt in the prefix cache.
         """
@@ -334,7 +329,6 @@ class Scheduler:
                 self._run(sibling)
             else:
                 self._queue(sibling)
-        return siblings
 
     def shrink(self, batch: Batch) -> bool:
         """Take back a batch that ran out of memory, and lower the limits of those to come.

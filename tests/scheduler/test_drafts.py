@@ -520,7 +520,9 @@ def step(scheduler):
     """Give each sequence the tokens that it drafted, and one more."""
     batch = scheduler.schedule()
     assert batch.num_tokens <= scheduler.max_num_batched_tokens
-    for seq in scheduler.postprocess(batch):
+    sampling = [seq for seq in batch.sequences if seq.samples_now]
+    scheduler.postprocess(batch)
+    for seq in sampling:
         for token in seq.draft:
             seq.token_ids.append(token)
             scheduler.accept(seq)
