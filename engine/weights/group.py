@@ -63,21 +63,19 @@ class WeightGroup:
     timeout: float = DEFAULT_TIMEOUT
 
     def __post_init__(self) -> None:
-        backend = self.backend
-        rank = self.rank
-        world_size = self.world_size
-        check_backend(backend)
-        if not 0 <= rank < world_size or world_size < 2:
-            raise ValueError(f"rank {rank} of world_size {world_size}: expected at least 2 ranks, counted from 0")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        check_backend(self.backend)
+        who = f"rank {self.rank} of {self.world_size}"
+        if not 0 <= self.rank < self.world_size or self.world_size < 2:
+            raise ValueError(f"{who}: expected at least 2 ranks, counted from 0")
+        on_gpu = self.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         where = f"{self.master_address}:{self.master_port}"
-        logger.info("joining weight group %r at %s as rank %d of %d", self.name, where, rank, world_size)
+        logger.info("joining weight group %r at %s as %s", self.name, where, who)
         try:
-            self._backend: Any = new_backend(where, rank, world_size, self.name, backend, self.timeout)
+            self._backend: Any = new_backend(where, self.rank, self.world_size, self.name, self.backend, self.timeout)
         except (RuntimeError, ValueError) as error:  # torch's: timed out, refused
             raise TransferError(
-                f"rank {rank} of {world_size} could not join weight group {self.name!r} at {where} in "
-                f"{self.timeout:g} s: {error}"
+                f"{who} could not join weight group {self.name!r} at {where} in {self.timeout:g} s: {error}"
             ) from error
 
     @property
