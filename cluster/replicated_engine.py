@@ -99,12 +99,7 @@ class ReplicatedEngine(WorkerEngine):
         models = [client.model for client in self.serving]
         for model in models:
             check_alike(models[0], model)
-        self.contract = models[0].contract
-        self.eos_token_ids = models[0].eos_token_ids
-        self.has_experts = models[0].num_experts > 0
-        self.table = models[0].table
-        self.weight_bytes = sum(m.weight_bytes for m in models)
-        self.kv_cache_bytes = sum(m.kv_cache_bytes for m in models)
+        self.describe(models)
         self.capacity = sum(client.capacity for client in self.serving)
         self.replica_capacity = min(client.capacity for client in self.serving)
         # a replica that is started again has as much KV memory, however much is free then

@@ -55,13 +55,8 @@ class EngineCore(WorkerEngine):
         self.config = config
         self.executor = executor
         self.tokenizer = tokenizer
-        self.contract = executor.info.contract
-        self.eos_token_ids = executor.info.eos_token_ids
+        self.describe([executor.info])
         self.max_model_len = max_model_len(path, config)
-        self.has_experts = executor.info.num_experts > 0
-        self.table = executor.info.table
-        self.weight_bytes = executor.info.weight_bytes
-        self.kv_cache_bytes = executor.info.kv_cache_bytes
         self.stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
         device = torch.device(config.device or "cpu")
         blocks = BlockManager(executor.info.num_blocks, ops.backend(device).BLOCK)

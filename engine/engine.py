@@ -9,9 +9,10 @@ from torch import nn
 
 from ..kernels.contract import Contract
 from .config import EngineConfig
+from .executor import ModelInfo
 from .outputs import EngineStats
 from .request import Request
-from .weights import WeightTable, WeightUpdate, Workers
+from .weights import WeightUpdate, Workers
 from .weights.spec import full_tensors, gathering
 from .weights.table import Source
 
@@ -127,10 +128,16 @@ class WorkerEngine(Engine):
     tokens of the KV cache. weight_bytes, kv_cache_bytes: of all workers together.
     """
 
-    table: WeightTable
     capacity: int
-    weight_bytes: int
-    kv_cache_bytes: int
+
+    def describe(self, models: Sequence[ModelInfo]) -> None:
+        """Set what the models of all replicas say, which are alike."""
+        self.contract = models[0].contract
+        self.eos_token_ids = models[0].eos_token_ids
+        self.has_experts = models[0].num_experts > 0
+        self.table = models[0].table
+        self.weight_bytes = sum(model.weight_bytes for model in models)
+        self.kv_cache_bytes = sum(model.kv_cache_bytes for model in models)
 
     @property
     @abstractmethod
