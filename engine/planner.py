@@ -47,19 +47,12 @@ class Planner:
         return Plan(np.array([*token_ids], np.int64), self._layout(batch), [*block_copies], sampling), rows
 
     def _layout(self, batch: Batch) -> ops.PagedLayout:
-        size = self.kernels.BLOCK
         lengths = [seq.num_scheduled_tokens for seq in batch.sequences]
         cached = [seq.num_cached_tokens for seq in batch.sequences]
-        ranges = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(cached, lengths, strict=True)]
-        positions = np.concatenate(ranges)
-        sizes = [len(seq.block_table) for seq in batch.sequences]
-        block_tables = np.fromiter(chain.from_iterable(s.block_table for s in batch.sequences), np.int32, sum(sizes))
-        starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
-        blocks = block_tables[np.repeat(starts, lengths) + positions // size]
-        slot_mapping = blocks * np.int32(size) + positions % size
+        tables = [seq.block_table for seq in batch.sequences]
+        where = ops.place_tokens(lengths, cached, tables, self.kernels.BLOCK)
         own = self.kernels.work_items(lengths, self.group)
-        items = self.kernels.share_reads(own, lengths, self.group, block_tables, starts)
-        where = positions, slot_mapping, block_tables, starts
+        items = self.kernels.share_reads(own, lengths, self.group, *where[2:])
         return ops.PagedLayout(lengths, *where, items, shared_items=len(items) - len(own))
 
 

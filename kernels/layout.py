@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -60,3 +62,19 @@ class PagedLayout:
     def longest(self) -> int:
         """The largest position + 1."""
         return int(self.positions.max(initial=-1)) + 1
+
+
+def place_tokens(
+    lengths: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return a `PagedLayout`'s positions, slot mapping, block tables and their starts.
+
+    lengths: query tokens of each sequence; cached: the tokens before them; tables: the blocks of all its tokens.
+    """
+    ranges = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(cached, lengths, strict=True)]
+    positions = np.concatenate(ranges)
+    sizes = [len(table) for table in tables]
+    block_tables = np.fromiter(chain.from_iterable(tables), np.int32, sum(sizes))
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
+    blocks = block_tables[np.repeat(starts, lengths) + positions // block_size]
+    return positions, blocks * np.int32(block_size) + positions % block_size, block_tables, starts

@@ -30,6 +30,7 @@ from .functions import route as route
 from .functions import sigmoid as sigmoid
 from .layout import LayoutTensors as LayoutTensors
 from .layout import PagedLayout as PagedLayout
+from .layout import place_tokens as place_tokens
 from .layout import to_device as to_device
 from .modes import apply, outside_modes
 
@@ -232,29 +233,16 @@ def packed_layout(lengths: list[int], group: int, device: torch.device, shared: 
     """
     kernels = backend(device)
     shared = shared or [0] * len(lengths)
-    tables: list[int] = []
-    starts: list[int] = []
+    tables: list[list[int]] = []
     num_blocks = 0
     for length, cached in zip(lengths, shared, strict=True):
         assert cached % kernels.BLOCK == 0
         own = -(-length // kernels.BLOCK)
-        above = tables[starts[-1] :][: cached // kernels.BLOCK] if cached else []
-        starts.append(len(tables))
-        tables += [*above, *range(num_blocks, num_blocks + own)]
+        above = tables[-1][: cached // kernels.BLOCK] if cached else []
+        tables.append([*above, *range(num_blocks, num_blocks + own)])
         num_blocks += own
-    block_tables, block_table_starts = np.array(tables, np.int32), np.array(starts, np.int32)
-    positions = np.concatenate([np.arange(c, c + n, dtype=np.int32) for n, c in zip(lengths, shared, strict=True)])
-    index, offset = np.divmod(positions, kernels.BLOCK)
-    slot_mapping = block_tables[np.repeat(block_table_starts, lengths) + index] * kernels.BLOCK + offset
-    return PagedLayout(
-        list(lengths),
-        positions,
-        slot_mapping.astype(np.int32),
-        block_tables,
-        block_table_starts,
-        kernels.work_items(lengths, group),
-        num_blocks,
-    )
+    where = place_tokens(lengths, shared, tables, kernels.BLOCK)
+    return PagedLayout(list(lengths), *where, kernels.work_items(lengths, group), num_blocks)
 
 
 @outside_modes
