@@ -152,7 +152,6 @@ def probe_attention(device: torch.device, dtype: torch.dtype, group: int, head_d
     generator, kernels, length = torch.Generator().manual_seed(0), ops.backend(device), 700
     q, k, v = (torch.randn(length, n, head_dim, generator=generator).to(device, dtype) for n in (2 * group, 2, 2))
     layout = ops.packed_layout([length], group, device)
-    assert layout.num_blocks is not None
     cache = kernels.new_kv_cache(layout.num_blocks, 2, head_dim, dtype, device)
     scale = head_dim**-0.5
     whole = ops.paged_attention(q, k, v, cache, layout, scale, 0)

@@ -35,7 +35,7 @@ class PagedLayout:
     lengths: query tokens of each sequence; positions int32 [T], each in its sequence; slot_mapping int32 [T] (block *
     BLOCK + offset, where each token's key and value go); block j of sequence i is
     block_tables[block_table_starts[i] + j], int32; items int32 [n, ...]: see `Backend.work_items`; the first
-    `shared_items` read for several sequences. num_blocks: how many a cache for this batch alone needs; None where the
+    `shared_items` read for several sequences. num_blocks: how many a cache for this batch alone needs; 0 where the
     cache is somebody else's.
     """
 
@@ -45,7 +45,7 @@ class PagedLayout:
     block_tables: np.ndarray
     block_table_starts: np.ndarray
     items: np.ndarray
-    num_blocks: int | None = None
+    num_blocks: int = 0
     shared_items: int = 0
     uploaded: LayoutTensors | None = field(default=None, repr=False)
 

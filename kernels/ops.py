@@ -260,7 +260,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, window):
         kernels = backend(q.device)
-        assert layout.num_blocks is not None, "this layout is of a batch in an engine's cache"
+        assert layout.num_blocks, "this layout is of a batch in an engine's cache"
         cache = kernels.new_kv_cache(layout.num_blocks, k.shape[1], k.shape[2], k.dtype, k.device)
         out, lse = paged_attention(q, k, v, cache, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)

@@ -77,7 +77,6 @@ class SelfCheck:
         """Run a sequence over a paged cache."""
         given = self.given[: LENGTHS[0]]
         layout = self._layout(LENGTHS[:1])
-        assert layout.num_blocks is not None
         hidden_states(self.model, given, layout, new_kv_caches(self.model, layout.num_blocks))
 
     @torch.no_grad()
@@ -85,7 +84,6 @@ class SelfCheck:
         """Compare with chunks of prompts and single tokens over a paged cache, as an engine runs the model."""
         model = self.model
         whole = self.layout
-        assert whole.num_blocks is not None
         caches = new_kv_caches(model, whole.num_blocks)
         found = torch.empty_like(self.hidden)
         for rows in self._steps():
