@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -38,26 +37,14 @@ class PackedExperts:
         return cls(backend(weight.device).pack_experts(weight.detach(), panels), weight.shape[1])
 
 
-def _grouped(x: Tensor, weight: Tensor, plan: ExpertPlan, gather: bool, exact: bool, dtype: torch.dtype) -> Tensor:
-    """Return each row times its expert's weight, [P, features] in `dtype`; see `Backend.grouped`."""
-    weight = weight.detach()
-    if exact:
-        return backend(x.device).grouped(x, weight, plan, gather, dtype)
-    wide = torch.float32 if x.device.type == "cpu" else x.dtype
-    rows = (x[plan.tokens] if gather else x).to(wide)
-    counts = plan.ends.diff(prepend=plan.ends.new_zeros(1)).tolist()
-    parts = [F.linear(r, w.to(wide)) for r, w in zip(rows.split(counts), weight, strict=True)]
-    return torch.cat(parts).to(dtype)
-
-
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_up, down, ids, weights, activation, exact):
+    def forward(ctx, x, gate_up, down, ids, weights, activation):
         kernels = backend(x.device)
         plan = kernels.plan_experts(ids, gate_up.shape[0])
-        both = _grouped(x.detach(), gate_up, plan, True, exact, x.dtype)
+        both = kernels.grouped(x.detach(), gate_up.detach(), plan, True, x.dtype)
         hidden = kernels.gated_halves(both, activation)
-        y = _grouped(hidden, down, plan, False, exact, x.dtype)
+        y = kernels.grouped(hidden, down.detach(), plan, False, x.dtype)
         ctx.save_for_backward(x, gate_up, down, weights, *plan, both, y)
         ctx.activation = activation
         return kernels.combine(y, weights.detach().float(), plan, x.dtype)
@@ -81,7 +68,7 @@ class _Experts(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             hidden = kernels.gated_halves(both, ctx.activation)
             grad_down = kernels.grouped_outer(grad_y, hidden, plan, down.dtype)
-        return grad_x, grad_gate_up, grad_down, None, grad_weights.to(weights.dtype), None, None
+        return grad_x, grad_gate_up, grad_down, None, grad_weights.to(weights.dtype), None
 
 
 @outside_modes
@@ -92,13 +79,12 @@ def experts(
     ids: Tensor,
     weights: Tensor,
     activation: str,
-    exact: bool = True,
 ) -> Tensor:
     """Return for each token the sum of its experts' gated MLPs by its weights, [T, H] in x's dtype.
 
     x [T, H]; gate_up [E, 2 I, H], whose first I rows are the gate's; down [E, H, I]; ids int64 [T, k], a token's
     experts in any order; weights [T, k], by which the sum is taken in fp32. activation: HF's `hidden_act`. Packed
-    weights are for rollout only: there is no backward then. exact=False: torch's products, for comparisons.
+    weights are for rollout only: there is no backward then.
 
     Raises ValueError for shapes that don't fit, and on CPUs for ids that are no expert's.
     """
@@ -107,7 +93,7 @@ def experts(
         assert isinstance(down, PackedExperts)
         given = x.detach(), gate_up.memory, down.memory, gate_up.features // 2, ids, weights.detach().float()
         return backend(x.device).packed_experts(*given, activation)
-    return apply(_Experts, x, gate_up, down, ids, weights, activation, exact)
+    return apply(_Experts, x, gate_up, down, ids, weights, activation)
 
 
 def _check(x, gate_up, down, ids, weights, activation) -> None:
