@@ -115,21 +115,18 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def probe(weights: list[torch.Tensor | ops.PackedWeight]) -> None:
+def probe(weights: list[torch.Tensor]) -> None:
     """Check on this machine that a row's bits don't depend on its batch, for each shape of linear weight.
 
     Takes well under a second for a small model. On a GPU the batches are of all sizes that have tiles, and thus matrix
     instructions, of their own, and the largest is computed again and again. Raises NumericsError, with what to do.
     """
     generator = torch.Generator().manual_seed(0)
-    device = weights[0].panels.device if isinstance(weights[0], ops.PackedWeight) else weights[0].device
+    device = weights[0].device
     where = _device_name(device)
     seen = set()
     for weight in weights:
-        if isinstance(weight, ops.PackedWeight):
-            features, depth = weight.features, weight.panels.shape[1]
-        else:
-            features, depth = weight.shape
+        features, depth = weight.shape
         if (features, depth) in seen:
             continue
         seen.add((features, depth))

@@ -35,12 +35,6 @@ def unary(x: Tensor, name: str) -> Tensor:
     return apply(_Unary, x, name)
 
 
-@outside_modes
-def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-x)) of each element, in x's dtype."""
-    return unary(x, "sigmoid")
-
-
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dtype):

@@ -27,7 +27,6 @@ from .dispatch import parse_device as parse_device
 from .experts import PackedExperts as PackedExperts
 from .experts import experts as experts
 from .functions import route as route
-from .functions import sigmoid as sigmoid
 from .layout import LayoutTensors as LayoutTensors
 from .layout import PagedLayout as PagedLayout
 from .layout import place_tokens as place_tokens
