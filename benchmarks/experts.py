@@ -60,7 +60,7 @@ def layer(hidden: int, inner: int, experts: int, dtype: torch.dtype) -> Qwen3Moe
 def implementations(modules: dict[str, Qwen3MoeExperts]) -> dict[str, Run]:
     """Return the implementations, each with the weights of the module of its name."""
     packed, plain = modules["packed"], modules["plain"]
-    panels = [ops.PackedExperts.pack(w) for w in (packed.gate_up_proj, packed.down_proj)]
+    panels = [ops.PackedWeight.pack(w) for w in (packed.gate_up_proj, packed.down_proj)]
     return {
         "packed": lambda x, ids, scores: ops.experts(x, *panels, ids, scores, "silu"),
         "plain": lambda x, ids, scores: ops.experts(x, plain.gate_up_proj, plain.down_proj, ids, scores, "silu"),

@@ -6,8 +6,6 @@ token's experts by ascending id: neither the order of slots nor an expert's othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -15,26 +13,7 @@ from torch.autograd.function import once_differentiable
 from .backend import ExpertPlan
 from .dispatch import backend
 from .modes import apply, outside_modes
-
-
-@dataclass
-class PackedExperts:
-    """Experts' weights [E, features, depth] in the layout that the grouped product reads fastest; the same bits."""
-
-    panels: Tensor
-    features: int
-
-    def __post_init__(self) -> None:
-        self.memory = backend(self.panels.device).storage(self.panels)  # as the kernels take it
-
-    @classmethod
-    def pack(cls, weight: Tensor, reuse: PackedExperts | None = None) -> PackedExperts:
-        """Pack weights [E, features, depth].
-
-        reuse: packed weights of the same shape and dtype that nobody needs any more; their memory is taken.
-        """
-        panels = None if reuse is None else reuse.panels
-        return cls(backend(weight.device).pack_experts(weight.detach(), panels), weight.shape[1])
+from .packed import PackedWeight
 
 
 class _Experts(torch.autograd.Function):
@@ -74,8 +53,8 @@ class _Experts(torch.autograd.Function):
 @outside_modes
 def experts(
     x: Tensor,
-    gate_up: Tensor | PackedExperts,
-    down: Tensor | PackedExperts,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     ids: Tensor,
     weights: Tensor,
     activation: str,
@@ -89,15 +68,15 @@ def experts(
     Raises ValueError for shapes that don't fit, and on CPUs for ids that are no expert's.
     """
     _check(x, gate_up, down, ids, weights, activation)
-    if isinstance(gate_up, PackedExperts):
-        assert isinstance(down, PackedExperts)
+    if isinstance(gate_up, PackedWeight):
+        assert isinstance(down, PackedWeight)
         given = x.detach(), gate_up.memory, down.memory, gate_up.features // 2, ids, weights.detach().float()
         return backend(x.device).packed_experts(*given, activation)
     return apply(_Experts, x, gate_up, down, ids, weights, activation)
 
 
 def _check(x, gate_up, down, ids, weights, activation) -> None:
-    if isinstance(gate_up, PackedExperts) != isinstance(down, PackedExperts):
+    if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
         raise ValueError("experts: pack both gate_up and down, or neither")
     if activation not in backend(x.device).ACTIVATIONS:
         known = ", ".join(backend(x.device).ACTIVATIONS)

@@ -24,7 +24,6 @@ from .dispatch import BACKENDS as BACKENDS
 from .dispatch import DTYPES as DTYPES
 from .dispatch import backend as backend
 from .dispatch import parse_device as parse_device
-from .experts import PackedExperts as PackedExperts
 from .experts import experts as experts
 from .functions import route as route
 from .layout import LayoutTensors as LayoutTensors
@@ -32,33 +31,9 @@ from .layout import PagedLayout as PagedLayout
 from .layout import place_tokens as place_tokens
 from .layout import to_device as to_device
 from .modes import apply, outside_modes
+from .packed import PackedWeight as PackedWeight
 
 # --- linear ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class PackedWeight:
-    """A weight [features, depth] in the layout its backend's product reads fastest. Same tree, same bits."""
-
-    panels: Tensor
-    features: int
-
-    def __post_init__(self) -> None:
-        self.memory = backend(self.panels.device).storage(self.panels)  # as the kernels take it
-
-    @classmethod
-    def pack(cls, weight: Tensor, reuse: PackedWeight | None = None) -> PackedWeight:
-        """Pack a weight.
-
-        reuse: a packed weight of the same shape and dtype that nobody needs any more; its memory is taken.
-        """
-        panels = None if reuse is None else reuse.panels
-        return cls(backend(weight.device).pack(weight.detach(), panels), weight.shape[0])
-
-    @outside_modes
-    def rows(self, index: Tensor) -> Tensor:
-        """Return rows of the weight, [*index.shape, depth]; index int64."""
-        return backend(self.panels.device).packed_rows(self.panels, index)
 
 
 def _product(

@@ -67,4 +67,4 @@ def pack_experts(module: Any) -> None:
     for name in WEIGHTS:
         weight = getattr(module, name)
         delattr(module, name)
-        setattr(module, name, ops.PackedExperts.pack(weight))
+        setattr(module, name, ops.PackedWeight.pack(weight))

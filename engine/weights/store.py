@@ -21,8 +21,6 @@ from ...model.stored import Piece, stored_pieces
 from .spec import TensorSpec, checksum
 from .table import WeightTable, WeightUpdateError, parts_of
 
-Packed = ops.PackedWeight | ops.PackedExperts
-
 
 class WeightStore:
     """The tensors of a worker's model by their names in the whole model, and their replacement.
@@ -102,7 +100,8 @@ class WeightStore:
         if packed is None:
             yield getattr(module, leaf).detach()
             return
-        for panels in packed.panels if isinstance(packed, ops.PackedExperts) else [packed.panels]:
+        of_experts = len(self.table.shapes[name]) > 2
+        for panels in packed.panels if of_experts else [packed.panels]:
             for rows in torch.arange(packed.features).split(1024):
                 yield ops.backend(self.device).packed_rows(panels, rows)
 
@@ -118,7 +117,7 @@ class WeightStore:
         self.absent.difference_update(staged.tensors)
         staged.tensors = {}
 
-    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | Packed) -> None:
+    def _replace(self, name: str, module: Any, leaf: str, new: Tensor | ops.PackedWeight) -> None:
         old = packed_of(module, leaf) or getattr(module, leaf).data
         before, after = (each if isinstance(each, Tensor) else each.panels for each in (old, new))
         if self.device.type == "cuda" and before.shape == after.shape:
@@ -140,7 +139,7 @@ class WeightStore:
             for module, leaf in self.places[name]:
                 packed = packed_of(module, leaf)
                 if packed is not None:
-                    put_packed(module, leaf, type(packed)(torch.empty(0, device=self.device), 0))
+                    put_packed(module, leaf, ops.PackedWeight(torch.empty(0, device=self.device), 0))
                 else:
                     getattr(module, leaf).data = torch.empty(0, dtype=self.dtypes[name], device=self.device)
 
@@ -154,7 +153,7 @@ class StagedWeights:
 
     def __init__(self, store: WeightStore):
         self.store = store
-        self.tensors: dict[str, Tensor | Packed] = {}  # by first names
+        self.tensors: dict[str, Tensor | ops.PackedWeight] = {}  # by first names
         self.partial: dict[str, Tensor] = {}  # those whose pieces come
         self.given: set[str] = set()
 
@@ -222,20 +221,19 @@ class StagedWeights:
         else:
             self.tensors[first] = tensor.clone() if memory is None else memory.copy_(tensor)
 
-    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | Packed) -> None:
-        assert not isinstance(staged, ops.PackedExperts), "experts are never tied"
+    def _check_tied(self, name: str, tensor: Tensor, staged: Tensor | ops.PackedWeight) -> None:
         if isinstance(staged, ops.PackedWeight):
             staged = staged.rows(torch.arange(staged.features, device=self.store.device))
         if not torch.equal(staged, tensor):
             raise WeightUpdateError(f"tensor {name!r} differs from the one that the model ties it to")
 
 
-def packed_of(module: nn.Module, leaf: str) -> Packed | None:
+def packed_of(module: nn.Module, leaf: str) -> ops.PackedWeight | None:
     """Return what an engine keeps in place of a module's parameter, or None: a linear's `packed`, experts by name."""
     found = getattr(module, "packed" if leaf == "weight" else leaf, None)
-    return found if isinstance(found, ops.PackedWeight | ops.PackedExperts) else None
+    return found if isinstance(found, ops.PackedWeight) else None
 
 
-def put_packed(module: nn.Module, leaf: str, packed: Packed) -> None:
+def put_packed(module: nn.Module, leaf: str, packed: ops.PackedWeight) -> None:
     """Set what `packed_of` returns."""
     setattr(module, "packed" if leaf == "weight" else leaf, packed)

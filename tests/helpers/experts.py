@@ -56,7 +56,7 @@ def layer(tokens, hidden, inner, experts, k, dtype=torch.float32, seed=0):
 
 
 def packed(*weights):
-    return [ops.PackedExperts.pack(w) for w in weights]
+    return [ops.PackedWeight.pack(w) for w in weights]
 
 
 def dense(x, gate_up, down, ids, weights):

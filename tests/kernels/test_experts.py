@@ -99,10 +99,10 @@ def test_the_order_of_slots_decides_no_bit_and_another_order_of_the_sum_would():
 
 def test_packed_weights_can_take_the_memory_of_others():
     weight, other = torch.randn(5, 70, 20), torch.randn(5, 70, 20)
-    first = ops.PackedExperts.pack(weight)
-    second = ops.PackedExperts.pack(other, reuse=first)
+    first = ops.PackedWeight.pack(weight)
+    second = ops.PackedWeight.pack(other, reuse=first)
     assert second.panels.data_ptr() == first.panels.data_ptr()
-    assert torch.equal(second.panels, ops.PackedExperts.pack(other).panels)
+    assert torch.equal(second.panels, ops.PackedWeight.pack(other).panels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,7 +152,7 @@ def test_by_torch_s_products_the_values_agree_and_the_bits_do_not():
         ({"gate_up": torch.randn(5, 24, 21)}, r"must be \[T, H\], \[E, 2 I, H\], \[E, H, I\]"),
         ({"down": torch.randn(5, 20, 13)}, r"must be \[T, H\], \[E, 2 I, H\], \[E, H, I\]"),
         ({"activation": "relu"}, "activation 'relu'; supported: silu, gelu, gelu_pytorch_tanh"),
-        ({"down": ops.PackedExperts.pack(torch.randn(5, 20, 12))}, "pack both gate_up and down, or neither"),
+        ({"down": ops.PackedWeight.pack(torch.randn(5, 20, 12))}, "pack both gate_up and down, or neither"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):

@@ -58,7 +58,7 @@ def flags_of_memory(address):
 
 
 @pytest.mark.skipif(not pathlib.Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
-@pytest.mark.parametrize("pack", [ops.PackedWeight.pack, lambda w: ops.PackedExperts.pack(w.view(8, 512, 1024))])
+@pytest.mark.parametrize("pack", [ops.PackedWeight.pack, lambda w: ops.PackedWeight.pack(w.view(8, 512, 1024))])
 def test_large_packed_weights_are_in_huge_pages_where_asking_helps(pack):
     fresh = mmap.mmap(-1, 4096 * 1024 * 4)  # what malloc gives may have been asked for before
     weight = torch.frombuffer(fresh, dtype=torch.float32).view(4096, 1024).normal_()
@@ -414,7 +414,7 @@ if sys.argv[1:] != ["some"]:
     gate_up, down = torch.randn(5, 72, 100, generator=g), torch.randn(5, 100, 36, generator=g)
     ids = functions.top_k(weights, 3).indices
     outs += [ops.experts(x, gate_up, down, ids, weights[:, :3], "silu"), *(functions.unary(x, f) for f in UNARY)]
-    outs += [ops.experts(x, *map(ops.PackedExperts.pack, (gate_up, down)), ids, weights[:, :3], "silu")]
+    outs += [ops.experts(x, *map(ops.PackedWeight.pack, (gate_up, down)), ids, weights[:, :3], "silu")]
 digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in outs)).hexdigest()
 print(json.dumps([LANES, digest]))
 """
