@@ -6,9 +6,9 @@ norm's, say, is w n(x). What has no role here keeps its own code; see `coverage`
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -99,15 +99,11 @@ def activation_of(gate: Callable[[Tensor, Tensor], Tensor]) -> str | None:
     return next((name for name in names if torch.allclose(found.double(), ACT2FN[name](first) * second, 1e-6)), None)
 
 
-@contextmanager
-def _replaced(entries: dict[str, Any], new: dict[str, Any]) -> Iterator[None]:
-    """Put other entries into a module's `_parameters` or `_modules` for a while."""
-    before = {name: entries[name] for name in new}
-    entries.update(new)
-    try:
-        yield
-    finally:
-        entries.update(before)
+def _with(module: nn.Module, kind: str, new: dict[str, Any]) -> nn.Module:
+    """Return a shallow copy of a module with other entries in its `_parameters` or `_modules`."""
+    other = copy.copy(module)
+    vars(other)[kind] = vars(module)[kind] | new
+    return other
 
 
 class _Fixed(nn.Module):
@@ -146,11 +142,10 @@ def _norm(module: nn.Module) -> Role | None:
     x *= torch.logspace(-4, 2, 7)[:, None]  # the first row shows eps
     scales = torch.randn(len(weight), generator=generator, dtype=torch.float32)
     new = {"weight": nn.Parameter(scales.to(weight.device))} if parameters else {}
-    with _replaced(module._parameters, new):
-        try:
-            found = module(x.to(weight.device))
-        except (RuntimeError, TypeError, IndexError):
-            return None
+    try:
+        found = _with(module, "_parameters", new)(x.to(weight.device))
+    except (RuntimeError, TypeError, IndexError):
+        return None
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
@@ -171,8 +166,7 @@ def _gated_mlp(module: nn.Module) -> Role | None:
 
     def run(gate: Tensor, up: Tensor) -> Tensor:
         stubs = {"gate_proj": _Fixed(gate), "up_proj": _Fixed(up), "down_proj": _Fixed()}
-        with _replaced(module._modules, stubs):  # type: ignore[arg-type]
-            out = module(x)
+        out = _with(module, "_modules", stubs)(x)
         if stubs["gate_proj"].given is not x or stubs["up_proj"].given is not x:
             raise TypeError("gate and up take something else than the module's input")
         return out
