@@ -128,8 +128,6 @@ class ModelRunner:
         layout = ops.packed_layout(lengths, group_size(config), device)
         first = random_input(model, tokens)
         before = torch.cuda.memory_allocated(device)
-        out = None
-        logits = None
         for _ in range(2):  # products that are proven at their first use take memory for it
             out = logits = None
             torch.cuda.reset_peak_memory_stats(device)
