@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from torch import Tensor
@@ -25,8 +24,7 @@ BUCKET_BYTES = 2**24  # of tensors that travel as one object
 BUCKETS_UNDER_WAY = 4
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A result to come. name: of the actor that was called; ref: Ray's reference to the result, or to many."""
 
     name: str

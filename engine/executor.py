@@ -6,8 +6,7 @@ import itertools
 import pathlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..kernels.contract import Contract
 from ..model.exact import load_config
@@ -42,8 +41,7 @@ class Executor(Workers):
         """Start a step and return its tokens to come. Steps are computed in the order in which they are submitted."""
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(NamedTuple):
     """Sizes of the model that an engine's workers hold. Bytes are those of all workers together.
 
     stage_kv_bytes: the KV pool of the worker that has the largest. num_experts: the most of a layer; 0: there are none.

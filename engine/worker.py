@@ -8,9 +8,9 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Set
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -36,8 +36,7 @@ from .weights.table import WeightTable, WeightUpdateError
 MAX_OPEN_UPDATES = 4  # whose tensors a worker holds at a time
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
+class WorkerInfo(NamedTuple):
     """A worker's description. max_blocks: the KV blocks that it has room for; block_bytes: of one, in its layers.
 
     num_experts: the most of a layer; 0: there are none.

@@ -17,8 +17,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..engine import LLM, RequestOutput, SamplingParams
 from ..engine.request import Request
@@ -36,8 +35,7 @@ class GenerationError(RuntimeError):
     """The engine failed while it worked on a request."""
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
+class GenerateRequest(NamedTuple):
     """The request that every dialect's becomes: one prompt (text, token ids, or what makes them), sampled `n` times.
 
     request_id: tells the prompts of a call apart; None: it is the call's own.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +17,7 @@ class WorkerError(RuntimeError):
     """A worker process died, can't be reached, or didn't answer in time."""
 
 
-@dataclass(frozen=True)
-class PerWorker:
+class PerWorker(NamedTuple):
     """An argument of a call to all workers that differs: the worker of number i gets values[i]."""
 
     values: Sequence[Any]

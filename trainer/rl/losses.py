@@ -5,8 +5,7 @@ The clipped and weighted losses themselves, in their three modes, are `samebits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +60,7 @@ def reference_kl(current: Tensor, reference: Tensor, kind: Literal["k1", "k3"] =
     return -difference if kind == "k1" else difference.expm1() - difference
 
 
-@dataclass(frozen=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """The choices that make a published algorithm; see `correction.policy_loss`."""
 
     kind: Kind
