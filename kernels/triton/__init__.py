@@ -36,7 +36,6 @@ from .experts import (
     combine_backward,
     grouped,
     grouped_outer,
-    pack_experts,
     packed_experts,
     plan_experts,
 )
@@ -113,6 +112,9 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out).copy_(weight)
 
 
+pack_experts = pack  # [E, features, depth]
+
+
 def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the given rows of a packed weight, [*rows.shape, depth]."""
     return packed[rows]
@@ -171,52 +173,3 @@ def attention(
     small = small_lengths(layout.lengths, q.shape[1] // k_cache.shape[1])
     where = at.items, at.positions, at.block_tables, at.block_table_starts
     return _paged.attention(q, k_cache, v_cache, *where, scale, window, small, layout.longest, layout.shared_items)
-
-
-__all__ = [
-    "ACTIVATIONS",
-    "BLOCK",
-    "GRAPHS",
-    "LOGIT_ROWS",
-    "add_rms_norm",
-    "attention",
-    "attention_backward",
-    "check_device",
-    "combine",
-    "combine_backward",
-    "decoder_layers",
-    "gated_activation",
-    "gated_activation_backward",
-    "gated_halves",
-    "gated_packed",
-    "gradient_product",
-    "grouped",
-    "grouped_outer",
-    "linear_packed",
-    "linear_resume",
-    "linear_unpacked",
-    "new_kv_cache",
-    "pack",
-    "pack_experts",
-    "pack_low_rank",
-    "packed_experts",
-    "packed_rows",
-    "place_heads",
-    "plan_experts",
-    "rms_norm",
-    "rms_norm_backward",
-    "rotary_tables",
-    "route",
-    "row_sums",
-    "sample",
-    "share_reads",
-    "softmax",
-    "storage",
-    "tile_tokens",
-    "top_k",
-    "trees",
-    "unary",
-    "warm_up",
-    "work_items",
-    "write_kv",
-]

@@ -114,11 +114,6 @@ def _combine(y, weights, pairs, places, out, slots, width, BLOCK: tl.constexpr):
     tl.store(out + token * width + j, total.to(out.dtype.element_ty), mask=j < width)
 
 
-def pack_experts(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a copy of weights [E, features, depth], in `out` if given: the kernels read them as they are."""
-    return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out).copy_(weight)
-
-
 def plan_experts(ids: torch.Tensor, experts: int) -> ExpertPlan:
     """Return the order of the pairs of ids int64 [T, k], whose values are not checked: nobody waits for them."""
     ordered, pairs = ids.reshape(-1).sort(stable=True)

@@ -20,8 +20,8 @@ def parameters(function) -> list[tuple]:
 
 
 @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
-def test_a_backend_has_the_names_of_the_protocol_and_no_others(backend):
-    assert set(backend.__all__) == CONSTANTS | set(FUNCTIONS) | set(CLASSES)
+def test_a_backend_has_the_names_of_the_protocol(backend):
+    assert CONSTANTS | set(FUNCTIONS) | set(CLASSES) <= vars(backend).keys()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
