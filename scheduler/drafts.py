@@ -165,13 +165,8 @@ class Speculator:
     def __init__(
         self, config: SpeculativeConfig, vocab_size: int, step_seconds: Callable[[int], float], overlaps: bool = False
     ):
-        self._rows = 0
-        self._seconds = 0.0  # of this step without drafts
         self._driver_seconds = 0.0  # of a step, beside the model's and the drafts', as a fading mean
         self._drafting = 0.0  # seconds of this step that went into drafts
-        self._num_sequences = 1  # of this step
-        self._share_of_all = 0.0  # of a step, that a token of any sequence saves
-        self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
         self._at_limit = 0.5  # share of sequences, but short ones, that end at their limits; a fading mean
         self.limit = config.num_speculative_tokens
         self.step_seconds = step_seconds
@@ -190,14 +185,14 @@ class Speculator:
         """Start a step of `num_sequences` of those that run: `num_rows` rows without drafts. queue: others wait."""
         self._rows = num_rows
         self._num_sequences = num_sequences
-        self._seconds = self.step_seconds(num_rows) + self._driver_seconds
+        self._seconds = self.step_seconds(num_rows) + self._driver_seconds  # without drafts
         to_come: defaultdict[Hashable, list[int]] = defaultdict(list)
         for seq in running:
             to_come[seq.call].append(seq.tokens_to_come)
         told = 0.0 if queue else min(MAX_CHANCE, self._at_limit)
-        self._share_of_all = (1.0 - told) / num_sequences
+        self._share_of_all = (1.0 - told) / num_sequences  # of a step, that a token of any sequence saves
         told *= len(running) / num_sequences / len(to_come)  # steps until each has had one, shared by the calls
-        self._share_of_last = {}
+        self._share_of_last: dict[Hashable, tuple[float, float]] = {}  # call -> tokens to come of who lags, its share
         for call, each in to_come.items():
             least = max(each) - LEAD * self._promised
             self._share_of_last[call] = least, told / sum(n >= least for n in each)
