@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from .structured_outputs import StructuredOutputsParams
 
 MAX_N = 4096
 MAX_LOGPROBS = 1000
-_FLAGS = (
-    "ignore_eos", "raw_logprobs", "routed_experts", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
-)  # fmt: skip
 MIN_TEMPERATURE = 1e-6  # below, fp32 logits / temperature overflow
 
 
@@ -124,9 +121,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be a bool, got {value!r}")
         _integer("routed_experts_prompt_start", self.routed_experts_prompt_start, 0)
         if self.routed_experts_prompt_start and not self.routed_experts:
             raise ValueError("routed_experts_prompt_start says where routed_experts begin, which weren't asked for")
