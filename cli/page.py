@@ -7,16 +7,15 @@ import html
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
 _FOLDER = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A title and markdown. detail: a console leaves it out, and a page folds it. verdict: it is what the reader came
     for.
     """
@@ -27,8 +26,7 @@ class Text:
     verdict: bool = False
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A figure that answers the question in its title. draw: a format, "svg" or "png", -> the file; not called for a
     console.
     """

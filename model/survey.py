@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -24,8 +23,7 @@ from .rollout import prepare_rollout
 from .stage import fill_tables
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """rows: class, how many modules, how they compute. problem: what is not covered; then there are no rows."""
 
     model_type: str

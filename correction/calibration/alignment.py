@@ -73,8 +73,7 @@ class Comparison:
         return replace(self, rows=rows, bootstraps=bootstraps)
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Units' gradients. values: fp [units, blocks, features]: each block is an independent estimate of the same inner
     products (a random projection), and one block is exact.
     """
@@ -120,8 +119,7 @@ def compare(
     return Comparison(rows, bootstraps, signal, noise, null)
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class _Pairs(NamedTuple):
     """A U-statistic of a square matrix of inner products, in each resample. mean: [R], over pairs of different units;
     linear: [R, units], of each unit's pairs.
     """
