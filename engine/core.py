@@ -153,15 +153,12 @@ class EngineCore(WorkerEngine):
         try:
             result = self.executor.submit(plan)
             self._model_seconds += time.perf_counter() - start
-        except torch.OutOfMemoryError as error:
-            if not self.executor.is_local:
-                self.failure = f"a stage ran out of memory: {error}"
-                raise
-            self._shrink(batch, error)
-            return self.scheduler.has_work
         except BaseException as error:
             if not self.executor.is_local:  # other stages have the plan, and would pair it with the next hidden states
                 self.failure = f"{type(error).__name__}: {error}"
+            elif isinstance(error, torch.OutOfMemoryError):
+                self._shrink(batch, error)
+                return self.scheduler.has_work
             raise
         self.scheduler.postprocess(batch)
         for i, row in enumerate(rows):
