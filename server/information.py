@@ -119,7 +119,7 @@ async def contract(server: Served) -> Response:
 @router.get("/weight_info")
 async def weight_info(server: Served):
     """The weight version's label, the number of updates, and the groups that could receive weights."""
-    groups = [name for name in server.updates.groups if server.llm.worker_engine.workers.has_weight_group(name)]
+    groups = [name for name in server.updates.groups if name in server.llm.worker_engine.workers.weight_groups]
     version = {"weight_version": server.updates.label, "updates": server.llm.weight_version}
     return reply(version | {"weight_groups": groups})
 

@@ -107,7 +107,7 @@ class WeightUpdates:
         abort_all: end all requests once the tensors have come.
         """
         with self.state.updating(f"over group {group_name!r}"):
-            if not self.engine.llm.worker_engine.workers.has_weight_group(group_name):
+            if group_name not in self.engine.llm.worker_engine.workers.weight_groups:
                 raise ConflictError(
                     f"there is no weight group {group_name!r} here; init it first (again, after a failure)"
                 )

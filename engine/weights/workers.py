@@ -32,13 +32,13 @@ class Workers(ABC):
     """All workers whose weights change together, as one flat list: a replica's, or those of all replicas.
 
     world_size: their number; each is a rank in a weight group. load_timeout: seconds that all tensors of an update may
-    take.
+    take. weight_groups: names of those that could receive tensors now.
     """
 
     def __init__(self, world_size: int, load_timeout: float) -> None:
         self.world_size = world_size
         self.load_timeout = load_timeout
-        self._groups: set[str] = set()
+        self.weight_groups: set[str] = set()
 
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -57,7 +57,7 @@ class Workers(ABC):
         try:
             self.collective_rpc("receive_tensors", update_id, group, specs, bucket_bytes, timeout=self.load_timeout)
         except (TransferError, WorkerError):
-            self._groups.discard(group)
+            self.weight_groups.discard(group)
             raise
 
     def join_weight_group(
@@ -75,16 +75,12 @@ class Workers(ABC):
         except BaseException:
             self.leave_weight_group(name)
             raise
-        self._groups.add(name)
+        self.weight_groups.add(name)
 
     def leave_weight_group(self, name: str) -> bool:
         """Leave a group. Return True if there was one."""
-        known = name in self._groups
-        self._groups.discard(name)
+        known = name in self.weight_groups
+        self.weight_groups.discard(name)
         with contextlib.suppress(WorkerError):  # a dead worker has left
             self.collective_rpc("leave_weight_group", name)
         return known
-
-    def has_weight_group(self, name: str) -> bool:
-        """Return True if there is a group of that name that could receive tensors now."""
-        return name in self._groups

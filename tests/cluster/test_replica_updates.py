@@ -130,7 +130,7 @@ def test_a_replica_that_dies_in_a_weight_group_takes_the_update_with_it(pair, pa
     faults.at(monkeypatch, victim, verb, faults.dies(victim))
     with pytest.raises((WorkerError, TransferError, WeightUpdateError)):
         send(pair, exact_model(paths[0]))
-    assert not pair.engine.workers.has_weight_group("g")
+    assert not pair.engine.workers.weight_groups
     assert pair.weight_version == version + 1 and bits(generate(pair)) == expected[1]
     wait_for(lambda: faults.serve(pair), 60)
     assert send(pair, exact_model(paths[0])) == version + 2
