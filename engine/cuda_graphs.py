@@ -89,10 +89,8 @@ class StepGraphs:
         self._blocks = -(-longest // self._kernels.BLOCK)
         most = min(max_num_batched_tokens, _BUCKETS[-1])
         self.sizes = sorted({most, min(max_num_seqs, most), *(size for size in _BUCKETS if size < most)})
-        self._graphs: dict[_Kind, tuple[Callable[[], object], Tensor]] = {}
-        self._uses: Counter[_Kind] = Counter()
-        self._pool = self._given = self._out = None  # type: Any
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.clear()
 
     def _kind(self, layout: ops.PagedLayout) -> tuple[_Kind, list[np.ndarray]] | None:
         """Return the graph that a step needs and its items, by kind; None if it has more tokens or prompts."""
@@ -120,9 +118,10 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget all graphs, and free their memory: KV blocks or weights move."""
-        self._graphs.clear()
-        self._uses.clear()
-        self._pool = self._given = self._out = None
+        self._graphs: dict[_Kind, tuple[Callable[[], object], Tensor]] = {}
+        self._uses: Counter[_Kind] = Counter()
+        self._given = self._out = None  # type: Any
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
     def run(self, layout: ops.PagedLayout, given: Tensor) -> Tensor | None:
         """Return hidden states [T, hidden], which the next run overwrites; None if no graph has room for the step."""
@@ -187,8 +186,6 @@ class StepGraphs:
             shared_items=kind.shared,
             uploaded=ops.LayoutTensors(items, positions, slot_mapping, numbers[3 * size + taken :], starts),
         )
-        if self._pool is None and self._device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
 
         def run() -> Tensor:
             out = self._forward(self._given[:size], layout)
