@@ -53,7 +53,7 @@ def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_byt
     as_stored = iter if adapted else stored_names(model)
     places: dict[str, str] = {}
     limit = WHOLE if adapted else max_file_bytes
-    for number, pairs in enumerate(buckets(_tensors(state, writes), _nbytes, limit), 1):
+    for number, pairs in enumerate(buckets(_tensors(state, writes), lambda pair: pair[1].nbytes, limit), 1):
         with alike():
             if writes:
                 name = WEIGHTS_FILE if adapted else f"model-{number:05}.safetensors"
@@ -103,7 +103,3 @@ def _as_stored(pieces: Mapping[str, Mapping[str, Piece]], pairs: Iterable[Pair])
             yield from ((stored, piece.of(tensor)) for stored, piece in pieces[name].items())
         else:
             yield name, tensor
-
-
-def _nbytes(pair: tuple[str, Tensor]) -> int:
-    return pair[1].nbytes
