@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..engine import LLM, SamplingParams
+from ..engine.config import EngineConfig
 from ..engine.core import EngineCore
 from ..engine.executor import LocalExecutor
 from ..engine.model_runner import ModelRunner
 from ..kernels import ops
 from ..model import exact_model
-from ..model.adapter import PREFIX
+from ..model.adapter import PREFIX, load_adapter_config
+from ..model.checkpoint import resolve
 from ..model.experts import is_experts
-from ..scheduler import Batch
 from .logprobs import token_logprobs
 
 SAMPLING = {
@@ -92,13 +94,16 @@ def verify(
     room = min(model.config.max_position_embeddings, 512)
     longest = min(96, room // 2)
     blocks = -(-5 * 2 * longest // ops.backend(model.device).BLOCK)
-    llm = LLM(
-        name, dtype=dtype, device=device, max_model_len=room,
+    config = EngineConfig(
+        dtype=str(model.dtype).removeprefix("torch."), device=device, max_model_len=room,
         kv_cache_memory_bytes=blocks * ModelRunner.block_bytes(model), skip_tokenizer_init=True,
-        adapter=None if adapter is None else model,
+        adapter=None if adapter is None else load_adapter_config(model),
     )  # fmt: skip
+    engines = _Engines(resolve(name), config)
+    if adapter is not None:
+        engines.make(config.max_num_seqs, config.max_num_batched_tokens).update_weights(model)
     if plant_fault is not None:
-        falsify(_runner(llm).model, plant_fault)
+        falsify(engines.runner.model, plant_fault)
     rounds = []
     first = None
     threads = torch.get_num_threads()
@@ -112,35 +117,39 @@ def verify(
             params = SamplingParams(
                 n=rng.choice((1, 2, 3)), max_tokens=longest // 2, seed=rng.randrange(2**32), **setting
             )
-            _core(llm).scheduler.max_num_seqs = rng.choice((1, 3, 16))
-            _core(llm).scheduler.max_num_batched_tokens = rng.choice((5, 17, 64, 512))
+            llm = engines.make(rng.choice((1, 3, 16)), rng.choice((5, 17, 64, 512)))
             torch.set_num_threads(rng.choice((1, threads)))
             this, found = _round(llm, model, prompts, params, label)
             rounds.append(this)
             first = first or found
     finally:
         torch.set_num_threads(threads)
-    fault = None if first is None else locate(llm, model, first)
+    fault = None if first is None else _locate(engines, model, first)
     assert llm.contract is not None
     return VerifyReport(llm.contract.hash, rounds, fault)
 
 
-def _core(llm: LLM) -> EngineCore:
-    assert isinstance(llm.engine, EngineCore)
-    return llm.engine
+class _Engines:
+    """Engines with limits of their own, one after the other, of a model that is loaded once.
 
+    runner: the one that computes their steps.
+    """
 
-def _runner(llm: LLM) -> ModelRunner:
-    executor = _core(llm).executor
-    assert isinstance(executor, LocalExecutor)
-    return executor.workers[0].runner
+    def __init__(self, path: pathlib.Path, config: EngineConfig):
+        self.path = path
+        self.config = config
+        self.executor = LocalExecutor(path, config)
+        self.runner = self.executor.workers[0].runner
+
+    def make(self, max_num_seqs: int, max_num_batched_tokens: int) -> LLM:
+        """Return an engine whose KV cache is empty."""
+        config = replace(self.config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        return LLM(self.path, engine=EngineCore(self.path, config, self.executor))
 
 
 def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
-    before = llm.stats()
-    schedule = _core(llm).scheduler
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    after = llm.stats()
+    stats = llm.stats()
     pairs = []
     for output in outputs:
         pairs += [(output.prompt_token_ids, completion) for completion in output.completions]
@@ -158,9 +167,8 @@ def _round(llm: LLM, model, prompts, params: SamplingParams, label: str):
             worst = max(worst, float((ours - theirs).abs().max()))
             first = first or prompt + completion.token_ids[: int(unequal.nonzero()[0])]
     this = Round(
-        label, schedule.max_num_seqs, schedule.max_num_batched_tokens, torch.get_num_threads(),
-        sum(len(c.token_ids) for _, c in pairs), after.preemptions - before.preemptions,
-        after.prefix_hit_tokens - before.prefix_hit_tokens, differing, worst,
+        label, llm.config.max_num_seqs, llm.config.max_num_batched_tokens, torch.get_num_threads(),
+        sum(len(c.token_ids) for _, c in pairs), stats.preemptions, stats.prefix_hit_tokens, differing, worst,
     )  # fmt: skip
     return this, first
 
@@ -207,9 +215,15 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(torch.cat(ours[i::count]), theirs[i]) for i in range(count))
 
 
-def locate(llm: LLM, model: PreTrainedModel, tokens: list[int]) -> str:
-    """Recompute one sequence on both sides and return the first module, in order of computation, to differ."""
-    ours = _engine_activations(llm, tokens)
+def _locate(engines: _Engines, model: PreTrainedModel, tokens: list[int]) -> str:
+    """Recompute one sequence on both sides and return the first module, in order of computation, to differ.
+
+    The engine computes all tokens but the last in one step, and that in another.
+    """
+    engines.runner.graphs = None  # a replay calls no module
+    with _recorded(engines.runner.model) as ours:
+        llm = engines.make(1, max(1, len(tokens) - 1))
+        llm.generate([tokens], SamplingParams(max_tokens=1), use_tqdm=False)
     with _recorded(model) as seen, torch.no_grad():
         model(torch.tensor([tokens], device=model.device), logits_to_keep=1)
     previous = "the input"
@@ -217,28 +231,10 @@ def locate(llm: LLM, model: PreTrainedModel, tokens: list[int]) -> str:
         our_inputs, our_outputs = ours[name]
         if not _equal(our_outputs, outputs):
             if _equal(our_inputs, inputs):
-                return f"{name} ({type(_runner(llm).model.get_submodule(name)).__name__})"
+                return f"{name} ({type(engines.runner.model.get_submodule(name)).__name__})"
             return f"{name.rpartition('.')[0]}, between {previous} and {name}"
         previous = name
     return "not reproduced by a single sequence: the difference depends on the batch, or on fused kernels"
-
-
-def _engine_activations(llm: LLM, tokens: list[int]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """The engine's activations: a prefill of all tokens but the last, then a step of one token."""
-    _runner(llm).graphs = None  # a replay calls no module
-    sample = llm.process(tokens, SamplingParams(max_tokens=1), "activations").samples[0]
-    blocks = _core(llm).scheduler.blocks
-    if not blocks.allocate(sample, len(tokens)):
-        raise MemoryError("the KV pool is in use")
-    try:
-        with _recorded(_runner(llm).model) as seen:
-            for count in filter(None, (len(tokens) - 1, 1)):
-                sample.num_scheduled_tokens = count
-                _runner(llm).run(_core(llm).planner.plan(Batch([sample]), [])[0])
-                sample.num_cached_tokens += count
-    finally:
-        blocks.free(sample)
-    return seen
 
 
 def falsify(model: nn.Module, name: str) -> None:
