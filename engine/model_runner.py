@@ -12,7 +12,7 @@ from ..model import attention
 from ..model.exact import LMHead
 from ..model.paged import group_size, hidden_states, new_kv_caches, random_input
 from ..model.rollout import forget_steps, prepare_rollout
-from ..model.routing import KEYWORD, RoutedExperts, new_routing_cache
+from ..model.routing import RoutedExperts, new_routing_cache
 from .cuda_graphs import StepGraphs
 from .planner import Plan
 from .sampler import SAMPLED_ROWS, SamplerOutput, sample
@@ -109,7 +109,7 @@ class ModelRunner:
             return hidden_states(self.model, given, layout, self.kv_caches)
         slots = layout.on(self.model.device).slot_mapping.long()  # -1, the last block, where a graph has no token
         routed = RoutedExperts(noted=self.routing_cache.flatten(0, 1), at=slots)
-        return hidden_states(self.model, given, layout, self.kv_caches, **{KEYWORD: routed})
+        return hidden_states(self.model, given, layout, self.kv_caches, routed_experts=routed)
 
     def read_experts(self, slots: np.ndarray) -> np.ndarray:
         """Return the experts of the tokens in these KV slots, integers [slots, layers, k]; k is 0 in a dense stage."""

@@ -29,16 +29,16 @@ class UnsupportedOpError(NotImplementedError):
 class Routing:
     """Marks a router's choice: the `topk` of [T, num_experts] with k = top_k.
 
-    choose: is shown the router's own choice, ids int64 [T, k], each row ascending, and returns the ids to use, int64
-    [T, k] in any order, each expert at most once per row. They are then sorted, and values are gathered by them, so
-    that gradients reach the scores. None: the router's own choice.
+    choose: is shown the router's own choice, ids int64 [T, k], each row ascending, and returns None to leave it, or
+    other ids to use, int64 [T, k] in any order, each expert at most once per row. They are then sorted, and values are
+    gathered by them, so that gradients reach the scores.
 
     The router's product, the `linear` with num_experts outputs, stays in fp32: rounded logits would tie.
     """
 
     num_experts: int
     top_k: int
-    choose: Callable[[Tensor], Tensor] | None = None
+    choose: Callable[[Tensor], Tensor | None] | None = None
 
 
 def _named(names: str, *owners: Any) -> set[Any]:
@@ -209,8 +209,9 @@ def _topk(routing: Routing | None, x: Tensor, k: int, dim: int = -1, largest: bo
     if routing is None or x.dim() != 2 or (x.shape[1], k) != (routing.num_experts, routing.top_k):
         return torch.return_types.topk(found)
     ids = found.indices.sort(-1).values
-    if routing.choose is not None:
-        ids = routing.choose(ids).sort(-1).values
+    others = None if routing.choose is None else routing.choose(ids)
+    if others is not None:
+        ids = others.sort(-1).values
     return torch.return_types.topk((x.gather(-1, ids), ids))
 
 

@@ -6,7 +6,6 @@ The trainer's copy keeps HF's parameters and calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +21,7 @@ from .experts import WEIGHTS, is_experts, pack_experts
 from .linear import ExactLinear, UnsupportedModelError, products
 from .places import Places
 from .roles import ExactMLP, ExactRMSNorm, other_state
-from .routing import RoutedExperts, hand_over, routers
+from .routing import RoutedExperts, routers, routing_by
 from .selfcheck import SelfCheck
 
 
@@ -101,7 +100,7 @@ class FusedRouter(nn.Module):
         logits = ops.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight, dtype=torch.float32)
         ids, weights = ops.route(logits, module.routing.top_k, self.normalises)
         choose = module.routing.choose
-        if choose is not None and choose(ids) is not ids:  # others are given, whose weights are to be gathered
+        if choose is not None and choose(ids) is not None:  # others are given, whose weights are to be gathered
             return super().forward(hidden_states)
         return logits, weights, ids
 
@@ -287,22 +286,24 @@ class FusedLayer(nn.Module):
     continued = False
     _last_launch: _Launch | None = None
 
-    def forward(self, hidden_states: Tensor | Residual | Ahead, **kwargs) -> Tensor | Residual | Ahead:
+    def forward(
+        self, hidden_states: Tensor | Residual | Ahead, routed_experts: RoutedExperts | None = None, **kwargs
+    ) -> Tensor | Residual | Ahead:
         """Return the layer's output, with its norm where that follows here."""
         module: Any = self
-        routed = hand_over(self, kwargs)
         if isinstance(hidden_states, Ahead):
             return hidden_states.after(self, kwargs)
         launch = self._launch(hidden_states.total if isinstance(hidden_states, Residual) else hidden_states)
-        if launch is None or (routed is not None and routed.given is not None):
+        if launch is None or (routed_experts is not None and routed_experts.given is not None):
             attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
             hidden_states = add(hidden_states, attended, module.post_attention_layernorm)
         else:
-            out = self._run(launch, hidden_states, kwargs, routed)
+            out = self._run(launch, hidden_states, kwargs, routed_experts)
             if not launch.is_half:
                 return out
             hidden_states = cast(Residual, out)
-        update = module.mlp(module.post_attention_layernorm(hidden_states))
+        with routing_by(self, routed_experts):
+            update = module.mlp(module.post_attention_layernorm(hidden_states))
         return add(hidden_states, update, getattr(*self.following) if self.following else None)
 
     def _launch(self, total: Tensor) -> _Launch | None:
@@ -474,12 +475,10 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def forget_steps(model: PreTrainedModel) -> None:
-    """Let go of what steps left in a model: launches, which hold parameters, and the record of its experts."""
+    """Let go of what steps left in a model: launches, which hold parameters."""
     for module in model.modules():
         if isinstance(module, FusedLayer):
             module._last_launch = None
-    for router in routers(model).values():
-        router.routing = replace(router.routing, choose=None)
 
 
 def prepare_rollout(model: PreTrainedModel) -> None:

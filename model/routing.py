@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +20,6 @@ from transformers import PreTrainedModel
 
 from ..kernels import ops
 from .coverage import is_router
-
-KEYWORD = "routed_experts"  # of a model's and a layer's forward
 
 
 @dataclass
@@ -64,11 +63,11 @@ class RoutedExperts:
         if self.noted is not None:
             self.noted[self.at, first : first + own.shape[1], : own.shape[2]] = own.to(self.noted.dtype)
 
-    def choose(self, layer: int, own: Tensor) -> Tensor:
-        """Return the ids that a layer's router is to use, int64 [T, k], of its own choice, sorted."""
+    def choose(self, layer: int, own: Tensor) -> Tensor | None:
+        """Note a router's own choice, sorted. Return ids to use instead, int64 [T, k]; None where none are given."""
         self.note(layer, own[:, None])
         if self.given is None:
-            return own
+            return None
         ids = self.given[:, layer, : own.shape[1]]
         return torch.where(ids < 0, own, ids)
 
@@ -87,21 +86,25 @@ class RoutingLayer(nn.Module):
 
     router: tuple[int, Any]  # the layer's number, and its router or None; no submodule of its own
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args, routed_experts: RoutedExperts | None = None, **kwargs):
         """Return what the layer's own forward does."""
-        hand_over(self, kwargs)
-        return super().forward(*args, **kwargs)
+        with routing_by(self, routed_experts):
+            return super().forward(*args, **kwargs)
 
 
-def hand_over(layer: nn.Module, kwargs: dict[str, Any]) -> RoutedExperts | None:
-    """Take `routed_experts` out of a layer's keywords, for its router, and return it."""
-    routed: RoutedExperts | None = kwargs.pop(KEYWORD, None)
-    if isinstance(layer, RoutingLayer):
-        number, router = layer.router
-        if router is not None:
-            choose = None if routed is None else functools.partial(routed.choose, number)
-            router.routing = replace(router.routing, choose=choose)
-    return routed
+@contextmanager
+def routing_by(layer: nn.Module, routed: RoutedExperts | None) -> Iterator[None]:
+    """Have a layer's router note its choices, or use those that are given, until the block ends."""
+    number, router = layer.router if isinstance(layer, RoutingLayer) else (0, None)
+    if router is None or routed is None:
+        yield
+        return
+    own = router.routing
+    router.routing = replace(own, choose=functools.partial(routed.choose, number))
+    try:
+        yield
+    finally:
+        router.routing = own
 
 
 def connect_routers(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from ..kernels.contract import NumericsError
 from ..model.exact import LMHead, LogprobRequest, compute_device, eos_token_ids
 from ..model.packing import kept_tokens
 from ..model.paged import group_size
-from ..model.routing import KEYWORD, RoutedExperts
+from ..model.routing import RoutedExperts
 
 
 @torch.compiler.disable  # compiled, the code around the model gave other numbers
@@ -153,7 +153,7 @@ class PackedBatch:
         """The keywords of an exact model's forward."""
         positions = self.layout.on(self.ids.device).positions.long()[None]
         found = {"input_ids": self.ids[None], "position_ids": positions, "use_cache": False, "layout": self.layout}
-        return found if self.routed is None else found | {KEYWORD: self.routed}
+        return found if self.routed is None else found | {"routed_experts": self.routed}
 
     def score(
         self,
