@@ -25,6 +25,7 @@ NAMES: dict[str, Any] = {
     "Any": Any,
     "pathlib": pathlib,
     "StructuredOutputsParams": str,
+    "Adapter": str,
 }  # that the types of options are made of
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..scheduler import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from ..model.adapter import Adapter
 
 BACKENDS = ("ray", "inproc")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,7 +23,7 @@ class EngineConfig:
     dtype: str = None  # type: ignore[assignment]  # chosen when the checkpoint is known
     """Number format of weights and activations: float32, bfloat16 or float16. Unset, float32 on a CPU, and the
     checkpoint's on a GPU."""
-    adapter: str | None = None
+    adapter: Adapter | None = None
     """A LoRA adapter in PEFT's files, which becomes weight version 1; in Python also a LoraConfig, which begins with
     zeros, or a PEFT model."""
     adapter_dtype: str = "float32"

@@ -6,7 +6,6 @@ import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from tqdm import tqdm
@@ -40,10 +39,9 @@ class LLM:
         if engine is not None and settings:
             raise TypeError(f"a given engine has its own settings; leave out {', '.join(sorted(settings))}")
         self.config = EngineConfig(**settings) if engine is None else engine.config
-        adapter: Any = self.config.adapter
+        adapter = self.config.adapter
         if engine is None and adapter is not None:
-            chosen: Any = load_adapter_config(adapter)
-            self.config = replace(self.config, adapter=chosen)
+            self.config = replace(self.config, adapter=load_adapter_config(adapter))
         self.path = resolve(model)
         self.model_config = load_config(self.path)
         if engine is None and self.config.dtype is None:

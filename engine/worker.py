@@ -10,7 +10,7 @@ from collections.abc import Iterable, Set
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.contract import Contract
-from ..model.adapter import attach, describe, resolve_placements
+from ..model.adapter import attach, describe, load_adapter_config, resolve_placements
 from ..model.exact import contract_of, eos_token_ids, exact_model, load_config
 from ..model.routing import expert_sizes
 from ..model.stage import Layers, shift_layer, stage_model
@@ -74,9 +74,8 @@ class Worker:
             self.model = stage_model(path, config.dtype, device, layers, config.exact)
         first_layer = 0 if layers is None else layers[0]
         placed = {}
-        adapter: Any = config.adapter  # a LoraConfig, which `LLM` has made of it
-        if adapter is not None:
-            placed = resolve_placements(load_config(path), adapter)
+        if config.adapter is not None:
+            placed = resolve_placements(load_config(path), load_adapter_config(config.adapter))
             attach(self.model, {shift_layer(name, -first_layer): place for name, place in placed.items()})
         self.adapter = describe(placed)
         self.store = WeightStore(self.model, first_layer, layers is None, self.adapter, config.adapter_dtype)

@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from .linear import ExactLinear, UnsupportedModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
+
+    Adapter: TypeAlias = LoraConfig | nn.Module | str | os.PathLike  # `load_adapter_config` says of what kinds
 
 PREFIX = "base_model.model."  # of a base model's names in PEFT's files and models
 FILE = "adapter_config.json"
@@ -66,7 +68,7 @@ def is_folder(source: object) -> TypeGuard[str | os.PathLike]:
     return isinstance(source, str | os.PathLike) and (pathlib.Path(source) / FILE).is_file()
 
 
-def load_adapter_config(adapter: LoraConfig | nn.Module | str | os.PathLike) -> LoraConfig:
+def load_adapter_config(adapter: Adapter) -> LoraConfig:
     """Return the checked configuration of an adapter: given, of a PEFT model, or of a folder with PEFT's files.
 
     Raises UnsupportedModelError, naming the setting, for what samebits does not cover.
@@ -94,7 +96,7 @@ def load_adapter_config(adapter: LoraConfig | nn.Module | str | os.PathLike) -> 
     return copy.deepcopy(config)
 
 
-def adapt(model: nn.Module, adapter: LoraConfig | PeftModel | str | os.PathLike) -> PeftModel:
+def adapt(model: nn.Module, adapter: Adapter) -> PeftModel:
     """Return PEFT's model around an exact one, with the adapter's weights where it brings some."""
     peft = library()
     config = load_adapter_config(adapter)

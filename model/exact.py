@@ -9,7 +9,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from .paged import group_size, head_dim, plain_call, random_input, takes_tokens
 from .roles import role_of
 from .routing import connect_routers, load_balancing_loss
 from .selfcheck import SelfCheck
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
 
 logger = logging.getLogger(__name__)
 NO_NUMERICS = frozenset({  # fields of all configs that decide no bit of a log-prob
@@ -345,7 +348,7 @@ def exact_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     exact: bool = True,
-    adapter: Any = None,
+    adapter: Adapter | None = None,
 ) -> PreTrainedModel:
     """Return a HF causal LM whose log-probs are the engine's, as bits; wrap it with `fully_shard` and train it.
 

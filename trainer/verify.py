@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from ..model.adapter import PREFIX, load_adapter_config
 from ..model.checkpoint import resolve
 from ..model.experts import is_experts
 from .logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from ..model.adapter import Adapter
 
 SAMPLING = {
     "T=1": {},
@@ -79,7 +82,7 @@ def verify(
     plant_fault: str | None = None,
     use_tqdm: bool = True,
     device: str = "cpu",
-    adapter: Any = None,
+    adapter: Adapter | None = None,
 ) -> VerifyReport:
     """Return how many log-probs, of every setting of SAMPLING under random schedules, differ from the trainer's.
 
