@@ -96,23 +96,23 @@ class WeightTable:
         seconds = {a for a, b in self.tied.items() if a in parameters and parameters[a] is parameters.get(b)}
         return {name: tensor for name, tensor in module.state_dict().items() if name not in seconds}
 
-    def missing(self, names: set[str], parts: Set[bool] = frozenset()) -> list[str]:
+    def missing(self, names: Set[str], parts: Set[bool] = frozenset()) -> list[str]:
         """Return the tensors that `names`, and what is tied to them, leave out of the model's parts.
 
         parts: True for the adapter, False for the base; unset, those that the names are of, or else both.
         """
         parts = parts or parts_of(names or self.shapes)
         missing = {name for name in self.shapes if is_adapter_tensor(name) in parts} - names
-        for name, pieces in self.pieces_of.items():
-            lacking = [piece for piece in pieces if piece not in names]
-            if name in missing and len(lacking) < len(pieces):
+        for name in missing & self.pieces_of.keys():
+            lacking = self.pieces_of[name].keys() - names
+            if len(lacking) < len(self.pieces_of[name]):
                 missing.remove(name)
                 missing.update(lacking)
         missing -= {second for second, first in self.tied.items() if first not in missing}
         missing -= {first for second, first in self.tied.items() if second not in missing}
         return sorted(missing)
 
-    def check_complete(self, names: set[str], parts: Set[bool] = frozenset()) -> None:
+    def check_complete(self, names: Set[str], parts: Set[bool] = frozenset()) -> None:
         """Raise WeightUpdateError where tensors are missing; see `missing`."""
         if missing := self.missing(names, parts):
             raise WeightUpdateError(f"{len(missing)} tensors are missing, first {missing[0]!r}")

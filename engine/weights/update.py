@@ -50,19 +50,14 @@ class WeightUpdate:
         """Names of the tensors still to come."""
         return self.table.missing(self.given)
 
-    def check(self, specs: Iterable[TensorSpec], complete: bool = False) -> None:
-        """Raise the WeightUpdateError that tensors of these specs would cause, before any of them comes.
-
-        complete: must they be all that is missing?
-        """
+    def check(self, specs: Iterable[TensorSpec]) -> None:
+        """Raise the WeightUpdateError that tensors of these specs would cause, before any of them comes."""
         fresh: set[str] = set()
         for spec in specs:
             self.table.check_new(spec.name, self.given)
             self.table.check_new(spec.name, fresh)
             self.table.check_spec(spec)
             fresh.add(spec.name)
-        if complete:
-            self.table.check_complete(self.given | fresh)
 
     def load(self, source: Source, contract: Contract | None = None) -> None:
         """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
@@ -86,7 +81,8 @@ class WeightUpdate:
         if contract is not None:
             check_contract(module, contract)
         state = self.table.state_of(module)
-        self.check(specs_of(state), complete=True)
+        self.check(specs_of(state))
+        self.table.check_complete(state.keys())
         with gathering(full_tensors(state)) as tensors:
             self.workers.send_tensors(self.id, self._checked(tensors))
 
@@ -111,7 +107,7 @@ class WeightUpdate:
             self.table.check_new(name, names)
             self.table.check_shape(name, shape)
             names.add(name)
-        self.table.check_complete(set(entries))
+        self.table.check_complete(entries.keys())
         self.workers.collective_rpc("load_directory", self.id, path, timeout=self.workers.load_timeout)
         if not stored.unchanged:
             raise WeightUpdateError(f"files in {path} changed while they were read; send the update again")
@@ -147,8 +143,7 @@ class WeightUpdate:
         return parts_of(self.given) != {True}
 
     def prepare(self) -> None:
-        """Raise unless every worker could put the update in force."""
-        self.table.check_complete(self.given)
+        """Raise unless every worker has all of its tensors, and could put the update in force."""
         self.workers.collective_rpc("prepare_update", self.id, parts_of(self.given))
 
     def __enter__(self) -> WeightUpdate:
