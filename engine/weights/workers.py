@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .group import TransferError
-from .spec import TensorSpec
+from .spec import TensorSpec, from_bytes
 
 
 class WorkerError(RuntimeError):
@@ -59,6 +60,14 @@ class Workers(ABC):
         except (TransferError, WorkerError):
             self.weight_groups.discard(group)
             raise
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors of the weights in force, in CPU memory, each name once."""
+        specs = self.collective_rpc("weight_specs")
+        data = self.collective_rpc("read_weights", PerWorker(specs))
+        found = {spec.name: (each, spec) for spec, each in zip(chain(*specs), chain(*data), strict=True)}
+        for name, pair in found.items():  # a tied tensor may be in two stages
+            yield name, from_bytes(*pair)
 
     def join_weight_group(
         self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float

@@ -24,7 +24,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 
 from ...engine import LLM, RequestOutput, RequestOutputKind, SamplingParams, WeightUpdate, WeightUpdateError
 from ...engine.engine import MEMORY_TAGS
-from ...engine.weights.spec import TensorSpec, from_bytes, gathering, packed
+from ...engine.weights.spec import TensorSpec, from_bytes, gathering, packed, specs_of, to_bytes
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
 from . import limits
@@ -154,11 +154,12 @@ class Server:
         """The step, bytes and specs of the weights in force. ValueError where there are none of a step."""
         if self.global_steps is None or not self.llm.has_weights:
             raise ValueError("this replica has no weights in force")
-        ask = self.llm.worker_engine.workers.collective_rpc
-        (specs,) = ask("weight_specs")
-        # In one call, between two of the engine's steps: no update comes in between.
-        steps, (data,) = await self.engine.call(lambda llm: (self.global_steps, ask("read_weights", specs)))
-        return steps, data, specs
+
+        def read(llm: LLM) -> tuple[int | None, list[tuple[str, Tensor]]]:
+            return self.global_steps, [*llm.worker_engine.workers.weights()]
+
+        steps, pairs = await self.engine.call(read)  # between two of the engine's steps, as are updates
+        return steps, [to_bytes(tensor) for _, tensor in pairs], specs_of(dict(pairs))
 
     # --- generation -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from samebits import CheckpointError, NumericsError, SamplingParams, WeightUpdateError
+from samebits import LLM, CheckpointError, NumericsError, SamplingParams, WeightUpdateError
 from samebits.engine import VersionSpan
 from samebits.trainer import exact_model
 
@@ -44,6 +44,17 @@ def other(tmp_path_factory):
 @pytest.fixture(scope="module")
 def updated(other):
     return other("llama")
+
+
+@pytest.mark.parametrize("stages", [{}, {"pipeline_parallel_size": 2, "backend": "inproc"}])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # tied, untied
+def test_the_weights_in_force_are_read_each_once(checkpoint, family, stages):
+    llm = LLM(checkpoint(family), kv_cache_memory_bytes=1 << 20, **stages)
+    found = [*llm.worker_engine.workers.weights()]
+    names = [name for name, _ in found]
+    state = exact_model(checkpoint(family)).state_dict()
+    assert len(names) == len(set(names)) and state.keys() - names <= {"lm_head.weight"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found)
 
 
 @pytest.mark.parametrize("source", ["module", "pairs", "directory"])
