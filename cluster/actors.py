@@ -24,7 +24,7 @@ BUCKET_BYTES = 2**24  # of tensors that travel as one object
 BUCKETS_UNDER_WAY = 4
 
 
-class Call(NamedTuple):
+class RemoteCall(NamedTuple):
     """A result to come. name: of the actor that was called; ref: Ray's reference to the result, or to many."""
 
     name: str
@@ -57,13 +57,13 @@ class Actor:
         remote_kind = remote(concurrency_groups=dict.fromkeys(GROUPS, 1))(kind)
         self.handle = remote_kind.options(**placement.options(bundle)).remote()
 
-    def start(self, group: str, method: str, *args: Any, **options: Any) -> Call:
+    def start(self, group: str, method: str, *args: Any, **options: Any) -> RemoteCall:
         """Start a method of the actor and return the call; those of a group are executed in order. options: Ray's."""
         check_connected()
         remote = getattr(self.handle, method).options(concurrency_group=group, **options).remote
-        return Call(self.name, remote(*args))
+        return RemoteCall(self.name, remote(*args))
 
-    def call(self, method: str, *args: Any) -> Call:
+    def call(self, method: str, *args: Any) -> RemoteCall:
         """Start a method of the actor's worker and return the call."""
         group = "weights" if method in Worker.CONCURRENT else "control"
         return self.start("steps" if method == "run_step" else group, "call", method, *args)
@@ -74,7 +74,7 @@ class Actor:
             ray.kill(self.handle)
 
 
-def outcomes(calls: Iterable[Call], timeout: float) -> list[Any]:
+def outcomes(calls: Iterable[RemoteCall], timeout: float) -> list[Any]:
     """Wait for all calls and return their results, with exceptions in their places.
 
     A call that hasn't ended after `timeout` seconds for all is a WorkerError.
@@ -89,7 +89,7 @@ def outcomes(calls: Iterable[Call], timeout: float) -> list[Any]:
     return found
 
 
-def gather(calls: Iterable[Call], timeout: float) -> list[Any]:
+def gather(calls: Iterable[RemoteCall], timeout: float) -> list[Any]:
     """Wait for all calls and return their results; raise the first error once all have ended."""
     found = outcomes(calls, timeout)
     for value in found:
@@ -106,7 +106,7 @@ class RemoteWorkers(Workers):
         self.actors = [*actors]
         self.timeout = config.worker_timeout
 
-    def _start(self, method: str, *args: Any) -> list[Call]:
+    def _start(self, method: str, *args: Any) -> list[RemoteCall]:
         return [actor.call(method, *arguments_of(i, args)) for i, actor in enumerate(self.actors)]
 
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -115,7 +115,7 @@ class RemoteWorkers(Workers):
 
     def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors in every worker; the next buckets are read while workers load the last."""
-        under_way: deque[list[Call]] = deque()
+        under_way: deque[list[RemoteCall]] = deque()
         for data, specs in packed(tensors, BUCKET_BYTES):
             under_way.append(self._start("load_bucket", update_id, ray.put(data), specs))
             if len(under_way) == BUCKETS_UNDER_WAY:

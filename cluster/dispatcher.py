@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.weights import WorkerError
-from .actors import Call, outcomes
+from .actors import RemoteCall, outcomes
 from .affinity import PrefixAffinity
 from .replica import Progress
 from .replica_client import ReplicaClient
@@ -77,7 +77,7 @@ class Dispatcher:
         self._affinity.remember(keys, chosen.index)
         return chosen
 
-    def _note_arrival(self, serial: int, call: Call) -> None:
+    def _note_arrival(self, serial: int, call: RemoteCall) -> None:
         """Note that a replica has got a request; end one that it couldn't read."""
         assignment = self.assigned.get(serial)
         (outcome,) = outcomes([call], 0.0)

@@ -29,7 +29,7 @@ from ..engine.weights.group import listening_store, new_backend
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from ..model.stage import Layers
-from .actors import Actor, Call, gather
+from .actors import Actor, RemoteCall, gather
 
 
 class Link:
@@ -115,7 +115,7 @@ class StageWorker(Worker):
 class PipelineStep:
     """The tokens of a step under way. calls: one per stage after the first. timeout: seconds that they may take."""
 
-    def __init__(self, calls: Sequence[Call], timeout: float):
+    def __init__(self, calls: Sequence[RemoteCall], timeout: float):
         self._calls = calls
         self._timeout = timeout
 

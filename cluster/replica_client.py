@@ -15,7 +15,7 @@ from ..engine.executor import ModelInfo, stage_layers
 from ..engine.outputs import EngineStats
 from ..engine.weights import WeightUpdate, WeightUpdateError, WorkerError
 from ..model.checkpoint import StoredWeights
-from .actors import Actor, Call, RemoteWorkers, gather
+from .actors import Actor, RemoteCall, RemoteWorkers, gather
 from .ray_cluster import ReplicaPlacement, check_connected
 from .replica import Host, ReplicaReport
 
@@ -65,12 +65,12 @@ class ReplicaClient(RemoteWorkers):
         self._reports = head.start("steps", "run", num_returns="streaming").ref
         self._lives = [stage.start("life", "live").ref for stage in stages]
 
-    def command(self, method: str, *args: Any, timeout: float = 0.0) -> Call:
+    def command(self, method: str, *args: Any, timeout: float = 0.0) -> RemoteCall:
         """Return a call of an engine's method between two steps. timeout: seconds for which it may report nothing."""
         self._patience = max(self._patience, time.monotonic() + timeout)
         return self.actors[0].start("control", "command", method, *args)
 
-    def post(self, method: str, *args: Any) -> Call:
+    def post(self, method: str, *args: Any) -> RemoteCall:
         """Return a call of an engine's method between two steps, which ends as soon as that is noted."""
         return self.actors[0].start("control", "post", method, *args)
 
@@ -82,7 +82,7 @@ class ReplicaClient(RemoteWorkers):
             ready, _ = ray.wait([self._reports, *self._lives], timeout=POLL)
             if ready:
                 ref = ready[0] if ready[0] in self._lives else next(self._reports)
-                yield Call(self.name, ref).result(self.config.worker_timeout)
+                yield RemoteCall(self.name, ref).result(self.config.worker_timeout)
                 heard = time.monotonic()
             elif time.monotonic() > max(heard + self.config.worker_timeout, self._patience):
                 raise WorkerError(f"{self.name} did not answer in time")

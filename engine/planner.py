@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,7 +39,7 @@ class Planner:
         self.group = group_size(config)
         self.vocab_size = config.vocab_size
 
-    def plan(self, batch: Batch, block_copies: Seq[tuple[int, int]]) -> tuple[Plan, list[LogitsRow]]:
+    def plan(self, batch: Batch, block_copies: Sequence[tuple[int, int]]) -> tuple[Plan, list[LogitsRow]]:
         """Return the plan, and the rows of logits whose tokens it gives."""
         rows = _logits_rows(batch)
         token_ids = chain.from_iterable(seq.scheduled_token_ids for seq in batch.sequences)

@@ -1,7 +1,7 @@
 """Which ops of a model decide bits, and whether samebits covers each: found by running the model, not by a list of
 families.
 
-`make_exact` gives modules with a role (see `roles`) samebits' ops. Then one forward of a few tokens under a `Trace`
+`make_exact` gives modules with a role (see `roles`) samebits' ops. Then one forward of a few tokens under an `OpTrace`
 shows what else computes: those modules run their own code under `ExactMode`, and what a second trace still shows is
 refused. That every op is covered does not prove the model: one that shifts tokens moves data alone. So `selfcheck`
 compares schedules, as bytes, on every model that is loaded.
@@ -60,7 +60,7 @@ class UnderMode(nn.Module):
             raise UnsupportedModelError(f"{self.place} ({type(self).__name__}) is not covered: {error}") from error
 
 
-class Trace(TorchDispatchMode):
+class OpTrace(TorchDispatchMode):
     """Notes the ops, by the module that calls them, whose bits may depend on more than their own arguments' values.
 
     modules: those of the model; a module that one of them makes for a call counts as its own code.
@@ -106,11 +106,11 @@ def _is_free(name: str, overload: str, args: tuple, kwargs: dict[str, Any], out:
 
 
 @torch.no_grad()
-def trace(model: PreTrainedModel) -> Trace:
+def trace(model: PreTrainedModel) -> OpTrace:
     """Return the trace of a few tokens through a model, or a stage of one, in evaluation and in training."""
     given = random_input(model, TOKENS)
     modes = {module: module.training for module in model.modules()}
-    found = Trace(set(modes))
+    found = OpTrace(set(modes))
     try:
         for training in (False, True):
             model.train(training)

@@ -363,7 +363,7 @@ def _share(embedding: Any, packed: ops.PackedWeight) -> None:
         raise UnsupportedModelError(f"a tied {own.__name__} that doesn't look rows up as nn.Embedding does")
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A module's call."""
 
     args: tuple
@@ -375,7 +375,7 @@ class _Call(NamedTuple):
         """The hidden states that it was given."""
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
-    def like(self, other: _Call) -> bool:
+    def like(self, other: _ModuleCall) -> bool:
         """True if two calls differ in nothing but the hidden states."""
         ours, theirs = ({**call.kwargs, "hidden_states": None} for call in (self, other))
         return len(self.args) == len(other.args) <= 1 and _same_objects(ours, theirs)
@@ -419,18 +419,18 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         following = (layer, (layer, "input_layernorm")) if fused else ()
 
 
-def _with_even_scores(call: _Call) -> _Call:
+def _with_even_scores(call: _ModuleCall) -> _ModuleCall:
     """Return a router's call with rows added whose scores are even: where one has all, many forms agree."""
     hidden, *rest = call.args
     return call._replace(args=(torch.cat((hidden, torch.zeros_like(hidden)), -2), *rest))
 
 
-def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _Call]:
+def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[nn.Module, _ModuleCall]:
     """Return the modules' calls in a run."""
-    calls: dict[nn.Module, _Call] = {}
+    calls: dict[nn.Module, _ModuleCall] = {}
 
     def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        calls[module] = _Call(args, kwargs, result)
+        calls[module] = _ModuleCall(args, kwargs, result)
 
     handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
@@ -442,7 +442,7 @@ def _recorded(run: Callable[[], object], modules: Iterable[nn.Module]) -> dict[n
 
 
 @torch.inference_mode()
-def _fuse_if_equal(module: Any, form: type[_Fused], call: _Call) -> bool:
+def _fuse_if_equal(module: Any, form: type[_Fused], call: _ModuleCall) -> bool:
     """Give a module its fused form, if that returns the same bits, at other positions, too: it never looks at them.
 
     A parameter or buffer that the form doesn't read stands against it.

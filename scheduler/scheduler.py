@@ -61,7 +61,7 @@ class Batch:
 
 
 @dataclass
-class Call:
+class CallQueue:
     """The sequences that were asked for together: those that wait, in order of arrival, and how many run."""
 
     waiting: list[Sequence] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         # those that have unfinished sequences, in order of arrival; a dict would look for its first ever longer
-        self.calls: OrderedDict[Hashable, Call] = OrderedDict()
+        self.calls: OrderedDict[Hashable, CallQueue] = OrderedDict()
         self.running: list[Sequence] = []  # in order of arrival
         self._ranks: tuple[list[Sequence], list[Sequence]] | None = None  # of those that run, until these change
         self.num_waiting = 0
@@ -183,7 +183,7 @@ class Scheduler:
                 if not self._admit(batch, call, []):
                     return
 
-    def _admit(self, batch: Batch, call: Call, victims: list[Sequence]) -> bool:
+    def _admit(self, batch: Batch, call: CallQueue, victims: list[Sequence]) -> bool:
         """Admit a call's first waiting sequence. False if it has to wait."""
         seq = call.waiting[0]
         no_place = len(self.running) >= self.max_num_seqs
@@ -265,7 +265,7 @@ class Scheduler:
 
     def _queue(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
-        insort(self.calls.setdefault(seq.call, Call()).waiting, seq, key=_arrival)
+        insort(self.calls.setdefault(seq.call, CallQueue()).waiting, seq, key=_arrival)
         self.num_waiting += 1
 
     def _run(self, seq: Sequence) -> None:

@@ -21,7 +21,7 @@ from .alignment import Alignment, Comparison, compare
 from .assess import Assessment, Traces, ascent, assess, weights_of
 from .grid import optimal_truncation, sequence_chi2
 from .tails import unestimable
-from .verdict import MARGIN, MAX_BIAS, Limits, Verdict, decide
+from .verdict import MARGIN, MAX_BIAS, Criteria, Verdict, decide
 
 _MOST_UNITS = 256  # more are merged at random: a Gram matrix grows with their square, and intervals don't need it
 
@@ -85,8 +85,8 @@ def calibrate(
     assert truth is not None and exact is not None
     found, units = _compare(traces, truth, coefficients, exact[1], batch_size, resamples, seed)
     whys = [unestimable(weights_of(traces, e), row.share) for e, row in zip(coefficients, found.rows, strict=True)]
-    limits = Limits(batch_size, margin, max_bias, lp.num_sequences, min(units))
-    verdict = decide(assessments, found, whys, limits)
+    criteria = Criteria(batch_size, margin, max_bias, lp.num_sequences, min(units))
+    verdict = decide(assessments, found, whys, criteria)
     if found.signal <= 0:  # a reference that is all noise: cosines with it say nothing
         return replace(result, verdict=verdict, units=units)
     assessments = [

@@ -41,7 +41,7 @@ class Verdict:
         return f"Use {' or '.join('no correction' if name == 'none' else name for name in names)}"
 
 
-class Limits(NamedTuple):
+class Criteria(NamedTuple):
     """The settings and counts that a verdict depends on beside the data: see `calibrate`."""
 
     batch_size: int
@@ -51,13 +51,13 @@ class Limits(NamedTuple):
     units: int
 
 
-def decide(assessments: list[Assessment], found: Comparison, whys: list[str | None], limits: Limits) -> Verdict:
+def decide(assessments: list[Assessment], found: Comparison, whys: list[str | None], criteria: Criteria) -> Verdict:
     """The verdict. whys: why a candidate has no figure, or None."""
     known = [i for i, why in enumerate(whys) if why is None]
     if not known:
         return Verdict("no candidate can be estimated: all have too heavy-tailed weights, or reject nearly all")
     whole, *parts = (
-        _unresolved(part, known, limits) or _choose(assessments, part, known, limits)
+        _unresolved(part, known, criteria) or _choose(assessments, part, known, criteria)
         for part in (found, *(found.part(i, _PARTS) for i in range(_PARTS)))
     )
     if whole.recommended is None:
@@ -66,15 +66,15 @@ def decide(assessments: list[Assessment], found: Comparison, whys: list[str | No
     return replace(whole, any_of=alike if len(alike) > 1 else ())
 
 
-def _unresolved(found: Comparison, known: list[int], limits: Limits) -> Verdict | None:
+def _unresolved(found: Comparison, known: list[int], criteria: Criteria) -> Verdict | None:
     """Refuse where cosines mean nothing: few units, a reference gradient within two standard errors of 0, a best
     cosine that may be 0 or is not known to _WIDEST margins."""
     best = max((found.rows[i] for i in known), key=lambda row: row.cosine)
     half = (best.interval[1] - best.interval[0]) / 2
-    widest = _WIDEST * limits.margin
-    if limits.units < _FEWEST_UNITS:
-        reason = f"only {limits.units} independent groups or sequences"
-        factor = _FEWEST_UNITS / max(1, limits.units)
+    widest = _WIDEST * criteria.margin
+    if criteria.units < _FEWEST_UNITS:
+        reason = f"only {criteria.units} independent groups or sequences"
+        factor = _FEWEST_UNITS / max(1, criteria.units)
     elif found.signal <= 4 * found.noise:
         reason = "the exact gradient is not resolved from its noise"
         factor = 8 * found.noise / max(found.signal, 0.08 * found.noise, 1e-300)  # noise falls as 1 / n; 100 at most
@@ -83,12 +83,12 @@ def _unresolved(found: Comparison, known: list[int], limits: Limits) -> Verdict 
         factor = (half / widest) ** 2 if math.isfinite(half) else 100.0
     else:
         return None
-    needed = math.ceil(limits.sequences * max(2.0, factor))
+    needed = math.ceil(criteria.sequences * max(2.0, factor))
     return Verdict(f"{reason}; about {needed} sequences of each kind would do", needed_sequences=needed)
 
 
-def _choose(assessments: list[Assessment], found: Comparison, known: list[int], limits: Limits) -> Verdict:
-    margin = limits.margin
+def _choose(assessments: list[Assessment], found: Comparison, known: list[int], criteria: Criteria) -> Verdict:
+    margin = criteria.margin
     cosines = torch.tensor([found.rows[i].cosine for i in known], dtype=torch.float64)
     resampled = torch.stack([found.bootstraps[i].cosines for i in known])
     best = int(cosines.argmax())
@@ -97,7 +97,7 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     gap = cosines[best] - cosines
     order = sorted(range(len(known)), key=lambda k: _intervention(assessments[known[k]]))
     level = [k for k in order if gap[k] <= margin and high[k] <= 2 * margin]
-    biased = {k for k in order if (found.rows[known[k]].direction_interval or (0.0,))[0] > limits.max_bias}
+    biased = {k for k in order if (found.rows[known[k]].direction_interval or (0.0,))[0] > criteria.max_bias}
     if not biased.issuperset(level):  # there is another choice
         order = [k for k in order if k not in biased]
     same = [k for k in level if k in order]
@@ -107,7 +107,7 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
         width = float((high[first] - low[first]) / 2)
         # to count as the same, gap + width must fall below 2 margins; to be ruled out, width below the gap
         goal = max(2 * margin - float(gap[first]), float(gap[first]))
-        needed = math.ceil(limits.sequences * max(2.0, (width / goal) ** 2))
+        needed = math.ceil(criteria.sequences * max(2.0, (width / goal) ** 2))
         reason = (
             f"not separable: {name[first]} and {name[best]} differ by {float(gap[first]):.3f} "
             f"+- {width:.3f} in expected cosine; about {needed} sequences of each kind would tell"
@@ -117,15 +117,15 @@ def _choose(assessments: list[Assessment], found: Comparison, known: list[int], 
     picks = torch.tensor(order)[good.int().argmax(0)]  # of each resample, as of the sample
     alike = [name[first], *(name[k] for k in same if k != first and (picks == k).double().mean() > _CHANCE)]
     reason = (
-        f"in batches of {limits.batch_size} sequences, the update of {name[first]} has an expected cosine of "
+        f"in batches of {criteria.batch_size} sequences, the update of {name[first]} has an expected cosine of "
         f"{min(1.0, float(cosines[first])):.3f} with the exact gradient (1 is perfect), within {margin:g} of the best "
         f"({name[best]}), and it changes the coefficients least ({assessments[known[first]].intervention:.1%})"
     )
     if out := [name[k] for k in level if k not in order]:
-        reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {limits.max_bias:g}"
+        reason += f"; {', '.join(out[:3])} would do by the cosine, but turn the direction by over {criteria.max_bias:g}"
     if first in biased:
-        reason += f"; it turns the direction by over {limits.max_bias:g} for certain, as all that come as close do"
-    return Verdict(reason, name[first], tuple(alike), _for_half(found, known[first], limits))
+        reason += f"; it turns the direction by over {criteria.max_bias:g} for certain, as all that come as close do"
+    return Verdict(reason, name[first], tuple(alike), _for_half(found, known[first], criteria))
 
 
 def _intervention(a: Assessment) -> tuple[float, float, str]:
@@ -133,8 +133,8 @@ def _intervention(a: Assessment) -> tuple[float, float, str]:
     return round(a.intervention, 9), round(a.metrics["rejected_tokens"], 9), a.name
 
 
-def _for_half(found: Comparison, i: int, limits: Limits) -> int | None:
+def _for_half(found: Comparison, i: int, criteria: Criteria) -> int | None:
     """Return how many sequences would bring the recommended cosine's interval within the margin; None if it is."""
     low, high = found.rows[i].interval
     half = (high - low) / 2
-    return math.ceil(limits.sequences * (half / limits.margin) ** 2) if half > limits.margin else None
+    return math.ceil(criteria.sequences * (half / criteria.margin) ** 2) if half > criteria.margin else None

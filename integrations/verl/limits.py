@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 NAME = "samebits"  # under which verl knows the engine, the vendor and the trainer mode
-Limits = Mapping[str, Mapping[str, Sequence[Any]]]
+AllowedValues = Mapping[str, Mapping[str, Sequence[Any]]]
 
 FULL_WEIGHTS = "weights are exact in float32, bfloat16 and float16 only"
 ADAPTERS = "an adapter is what model.lora_rank and lora_adapter_path say, beside its base, on linears"
@@ -19,7 +19,7 @@ NO_MTP = "multi-token prediction is not covered"
 PACKED = "sequences are scored packed, without padding"
 UNUSED = [{"attn_implementation": name} for name in ("sdpa", "eager", "flash_attention_2")]  # by an exact model
 
-ROLLOUT: Limits = {  # actor_rollout_ref.rollout
+ROLLOUT: AllowedValues = {  # actor_rollout_ref.rollout
     "verl's trainer scores with the temperature alone": {"top_p": [1.0], "top_k": [-1, 0], "repetition_penalty": [1.0]},
     "an engine is one device; more devices make more replicas": {
         **{f"{kind}_parallel_size": [1] for kind in ("tensor_model", "data", "pipeline_model", "expert")},
@@ -32,14 +32,14 @@ ROLLOUT: Limits = {  # actor_rollout_ref.rollout
     "trainer and rollouts share their devices, where numerics are compared": {"checkpoint_engine.backend": ["naive"]},
     NO_MTP: {"mtp.enable_rollout": [False]},
 }
-MODEL: Limits = {  # actor_rollout_ref.model
+MODEL: AllowedValues = {  # actor_rollout_ref.model
     PACKED: {"use_remove_padding": [True]},
     "other kernels have other bits": {"use_liger": [False], "use_fused_kernels": [False], "tiled_mlp.enabled": [False]},
     ADAPTERS: {"lora.rank": [0, None], "lora.merge": [False, None], "target_parameters": [None]},
     NO_MTP: {"mtp.enable": [False]},
     "both sides read the model's own config.json": {"override_config": [{}, None, *UNUSED], "hf_config_path": [None]},
 }
-ENGINE: Limits = {  # actor_rollout_ref.{actor,ref}.fsdp_config
+ENGINE: AllowedValues = {  # actor_rollout_ref.{actor,ref}.fsdp_config
     "FSDP2 alone wraps an exact model; set actor.strategy=fsdp2 and ref.strategy=fsdp2": {"strategy": ["fsdp2"]},
     "attention over parts of a sequence has other bits": {"ulysses_sequence_parallel_size": [1]},
     FULL_WEIGHTS: {"qat.enable": [False]},
@@ -47,7 +47,7 @@ ENGINE: Limits = {  # actor_rollout_ref.{actor,ref}.fsdp_config
 }
 
 
-def check(config: Mapping[str, Any], limits: Limits, section: str) -> None:
+def check(config: Mapping[str, Any], limits: AllowedValues, section: str) -> None:
     """Raise ValueError, naming each setting that has another value than it may have.
 
     config: a section of verl's configuration, nested mappings as all of them are. section: its name.

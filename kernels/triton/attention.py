@@ -14,7 +14,7 @@ before it, whose weight 0 the matrix unit multiplies all the same, keep theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -287,7 +287,7 @@ def num_splits(items: int, kv_heads: int, segments: int, device: torch.device) -
 def attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     items: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, block_table_starts: torch.Tensor,
-    scale: float, window: int, small: Seq[int], longest: int, shared: int = 0, splits: int | None = None,
+    scale: float, window: int, small: Sequence[int], longest: int, shared: int = 0, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return causal attention over the cache, of q's shape [T, heads, D] and dtype, and log-sum-exp fp32 [T, heads].
 

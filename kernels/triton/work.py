@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def tile_tokens(group: int) -> int:
     return max(1, (SMALL_ROWS if group <= SMALL_ROWS else LARGE_ROWS) // group)
 
 
-def work_items(lengths: Seq[int], group: int, item_tokens: int | None = None) -> np.ndarray:
+def work_items(lengths: Sequence[int], group: int, item_tokens: int | None = None) -> np.ndarray:
     """Return rows (first token, tokens, sequence, 0, place), int32 [n, 5]: query tokens that share a tile; small first.
 
     place: a row of a small item's partial results, for its first token; the others' follow. item_tokens: the tokens of
@@ -37,13 +37,13 @@ def work_items(lengths: Seq[int], group: int, item_tokens: int | None = None) ->
     return np.array(small + large, np.int32).reshape(-1, 5)
 
 
-def small_lengths(lengths: Seq[int], group: int) -> list[int]:
+def small_lengths(lengths: Sequence[int], group: int) -> list[int]:
     """Return the tokens of the small ones among the first `work_items`."""
     return [length for length in lengths if length * group <= SMALL_ROWS]
 
 
 def share_reads(
-    items: np.ndarray, lengths: Seq[int], group: int, block_tables: np.ndarray, starts: np.ndarray, segment: int
+    items: np.ndarray, lengths: Sequence[int], group: int, block_tables: np.ndarray, starts: np.ndarray, segment: int
 ) -> np.ndarray:
     """Return `items`, and before them such as read segments of KV that neighbours in the batch share, once for all.
 

@@ -16,7 +16,7 @@ import torch
 from samebits.engine.request import Request, Sample
 
 if TYPE_CHECKING:
-    from samebits.cluster.actors import Actor, Call
+    from samebits.cluster.actors import Actor, RemoteCall
 
 
 # --- an engine in this process --------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def dies(worker):
     return fault
 
 
-def lost(start, *args) -> Call:
+def lost(start, *args) -> RemoteCall:
     """A fault: the verb is answered and not executed."""
     import ray
 
-    from samebits.cluster.actors import Call
+    from samebits.cluster.actors import RemoteCall
 
-    return Call("nobody", ray.put(None))
+    return RemoteCall("nobody", ray.put(None))
 
 
 def serve(llm, count: int = 2) -> bool:
