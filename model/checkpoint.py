@@ -83,7 +83,8 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
     # transformers reads the file anew for config, weights and tokenizer, and maps all names once per module
     once = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        with mock.patch.multiple(gguf, **once), tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step") as bar:
+        progress = tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step")
+        with mock.patch.multiple(gguf, **once), progress as bar:
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
             bar.update()
             # dequantised on loading: where this is left, it says "quantised" and keeps save_pretrained from writing

@@ -212,7 +212,8 @@ def _attend_share(
         first = items[at, 0]
         rows = (items[at + sharers - 1, 0] + items[at + sharers - 1, 1] - first) * group
         for r in range(rows):
-            qs[r] = q[first + r // group, head * group + r % group]
+            for j in range(dim):  # an assignment of arrays takes seconds longer to compile, for its error's text
+                qs[r, j] = q[first + r // group, head * group + r % group, j]
             m[r] = _MASKED
             l[r] = _ZERO
         o[:rows] = _ZERO

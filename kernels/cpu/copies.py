@@ -4,7 +4,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from .jit import inline
+from .jit import CALLEE, inline
 from .simd import _F16, _HALVES, _I16, _I32, LANES, _load_vector, _rounded, narrow, widen
 
 
@@ -72,7 +72,7 @@ def copy_rows(x, out):
     raise NotImplementedError("for compiled callers")
 
 
-@overload(copy_rows, jit_options={"error_model": "numpy", "nogil": True})
+@overload(copy_rows, jit_options=CALLEE)
 def _copy_rows_by_storage(x, out):
     dtypes = _HALVES.get(x.dtype, "float32"), _HALVES.get(out.dtype, "float32")
     copy = _make_copy(*dtypes)
@@ -96,7 +96,7 @@ def transpose(x, out):
     raise NotImplementedError("for compiled callers")
 
 
-@overload(transpose, jit_options={"error_model": "numpy", "nogil": True})
+@overload(transpose, jit_options=CALLEE)
 def _transpose_by_storage(x, out):
     stored = _HALVES.get(x.dtype, "float32")
     widened = x.dtype != out.dtype

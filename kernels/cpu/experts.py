@@ -130,7 +130,8 @@ def gated_experts(x, like, gate_up, down, width, ids, weights, kind, parts, out)
             if item % tiles == 0 or item == starts[part]:
                 rows = np.empty((last - first, hidden), np.float32)
                 for i in range(last - first):
-                    rows[i] = x[pairs[first + i] // slots]
+                    for j in range(hidden):
+                        rows[i, j] = x[pairs[first + i] // slots, j]
             _packed_item(item, starts[part + 1] - 1, active, rows, gate_up, both[first:last])
     down_tiles = down.shape[1]
     active, starts = _shares(ends, down_tiles, parts, _FIXED_COST)

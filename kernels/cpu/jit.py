@@ -19,8 +19,12 @@ import torch
 from filelock import FileLock
 from numba.core.compiler_lock import global_compiler_lock
 
+from .callees import CalleeCompiler
+
 SOURCES = sorted(pathlib.Path(__file__).parent.glob("*.py"))
 SOURCE_HASH = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
+
+CALLEE = {"error_model": "numpy", "nogil": True, "pipeline_class": CalleeCompiler}  # options of what kernels call
 
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
@@ -76,7 +80,7 @@ def own_storage(tensor: torch.Tensor) -> np.ndarray:
 
 def inline(function):
     """Compile a helper into its callers."""
-    return numba.njit(error_model="numpy", nogil=True)(function)
+    return numba.njit(**CALLEE)(function)
 
 
 def serial(function):
@@ -91,7 +95,7 @@ def parallel(function):
 
 def region(function):
     """Compile a helper whose `prange` runs on the threads of the `composed` kernel that calls it."""
-    return numba.njit(error_model="numpy", nogil=True, parallel=True)(function)
+    return numba.njit(parallel=True, **CALLEE)(function)
 
 
 def composed(function):

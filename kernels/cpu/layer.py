@@ -190,7 +190,9 @@ def _mix(parts, layer, x, wide, programs, ids, out):
     _route_rows(parts, logits, layer.normalises != 0, chosen, weights)
     flat = weights.reshape(weights.size)
     gated_experts(wide, x, gate_up, down, layer.inner, chosen, flat, layer.activation, programs, out)
-    ids[:] = chosen
+    for i in range(rows):
+        for j in range(ids.shape[1]):
+            ids[i, j] = chosen[i, j]
 
 
 @inline

@@ -17,6 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from .jit import CALLEE
+
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _HALVES = {types.int16: "bfloat16", types.uint16: "float16"}  # how `jit.storage` has numba see them
 
@@ -446,7 +448,7 @@ def matmul(vectors: int, blocked: bool = False, fetch_part: int = 1):
     def product(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
         raise NotImplementedError("for compiled callers")
 
-    @overload(product, jit_options={"error_model": "numpy", "nogil": True})
+    @overload(product, jit_options=CALLEE)
     def by_storage(a, stride_a, b, like, stride_b, depth, c, stride_c, rows, ahead):
         return _row_tiles(vectors, _HALVES.get(like, "float32"), blocked, fetch_part)
 

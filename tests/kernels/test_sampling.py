@@ -3,6 +3,7 @@
 import importlib
 import math
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,20 @@ from samebits.kernels import ops
 from samebits.trainer import exact_model, token_logprobs
 
 kernel = importlib.import_module("samebits.kernels.cpu.sampling")
-kernel_exp = importlib.import_module("samebits.kernels.cpu.elementwise").exp
+
+
+def called(callee):
+    """A function of kernels, which are all that can call it, as one that Python calls."""
+
+    @numba.njit(error_model="numpy")
+    def call(*args):
+        return callee(*args)
+
+    return call
+
+
+exp = called(importlib.import_module("samebits.kernels.cpu.elementwise").exp)
+uniform, draw_at, sum_of_groups = called(kernel.uniform), called(kernel._draw), called(kernel._sum)
 
 VOCAB = 301  # crosses a group of partial sums, no multiple of anything
 FILTERS = [
@@ -149,7 +163,7 @@ def uniforms(count, seed=0, sample=0, position=0, along="sample"):
     result = []
     for i in range(count):
         now = {**at, along: at[along] + i}
-        result.append(kernel.uniform(np.uint64(now["seed"]), np.int64(now["sample"]), np.int64(now["position"])))
+        result.append(uniform(np.uint64(now["seed"]), np.int64(now["sample"]), np.int64(now["position"])))
     return np.array(result)
 
 
@@ -179,7 +193,7 @@ def test_uniform_uses_all_bits_of_all_three_counters():
         (3, 1, 2),
     }
     points |= {(2**b, 0, 0) for b in range(64)} | {(0, 2**b, 0) for b in range(31)} | {(0, 0, 2**b) for b in range(31)}
-    values = {kernel.uniform(np.uint64(a), np.int64(b), np.int64(c)) for a, b, c in points}
+    values = {uniform(np.uint64(a), np.int64(b), np.int64(c)) for a, b, c in points}
     assert len(values) == len(points)
 
 
@@ -189,7 +203,7 @@ BELOW_ONE = float(np.nextafter(1.0, 0.0))
 def group_sums(weights, z, threshold):
     """The sum of the weights of tokens that reach the threshold, and those of its groups, as a draw takes them."""
     sums = np.empty(-(-z.size // kernel._GROUP))
-    return kernel._sum(weights, z, threshold, sums, np.empty(32)), sums
+    return sum_of_groups(weights, z, threshold, sums, np.empty(32)), sums
 
 
 @pytest.mark.parametrize("u", [BELOW_ONE, 1.0, 1 - 2**-52])
@@ -203,7 +217,7 @@ def test_u_close_to_1_yields_a_token_of_the_distribution(u):
         weights = np.exp(z - z.max())
         threshold = np.float32(-np.inf) if case % 2 else np.sort(z)[-min(5, int((z > -np.inf).sum()))]
         total, sums = group_sums(weights, z, threshold)
-        token = kernel._draw(weights, z, threshold, u, total, sums)
+        token = draw_at(weights, z, threshold, u, total, sums)
         assert 0 <= token < z.size
         assert weights[token] > 0
         assert z[token] >= threshold
@@ -216,7 +230,7 @@ def test_u_of_0_yields_the_first_token_that_has_weight():
     weights = np.exp(z)
     for threshold, first in ((-np.inf, 2), (-1.0, 3)):
         total, sums = group_sums(weights, z, np.float32(threshold))
-        assert kernel._draw(weights, z, np.float32(threshold), 0.0, total, sums) == first
+        assert draw_at(weights, z, np.float32(threshold), 0.0, total, sums) == first
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
@@ -230,7 +244,7 @@ def test_a_draw_inverts_the_cumulative_distribution():
         if np.abs(cumulative - u * cumulative[-1]).min() < 1e-10:
             unsure += 1
             continue
-        assert kernel._draw(weights, z, np.float32(-np.inf), u, cumulative[-1], sums) == expected
+        assert draw_at(weights, z, np.float32(-np.inf), u, cumulative[-1], sums) == expected
     assert unsure < 5
 
 
@@ -292,7 +306,7 @@ def edges_by_trying(z, top_k, top_p):
         edge = max(e for e in edges if (z >= e).sum() >= top_k)
     if top_p < 1:
         with np.errstate(over="ignore"):
-            weights = np.array([kernel_exp(x) for x in z - z.max()], np.float32)
+            weights = np.array([exp(x) for x in z - z.max()], np.float32)
         mass = top_p * group_sums(weights, z, np.float32(edge))[0]
         edge = max(e for e in edges if e >= edge and group_sums(weights, z, e)[0] >= mass)
     return float(edge)
