@@ -81,10 +81,11 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     # transformers reads the file anew for config, weights and tokenizer, and maps all names once per module
-    once = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    name_map = functools.cache(gguf.get_tensor_name_map)
+    once = mock.patch.multiple(gguf, GGUFReader=functools.cache(gguf.GGUFReader), get_tensor_name_map=name_map)
     try:
         progress = tqdm(total=3, desc=f"Converting {source.name} (once)", unit="step")
-        with mock.patch.multiple(gguf, **once), progress as bar:
+        with once, progress as bar:
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
             bar.update()
             # dequantised on loading: where this is left, it says "quantised" and keeps save_pretrained from writing

@@ -29,7 +29,8 @@ class _ForCallers:
         state.library = _CalleeLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         super().run_pass(state)  # type: ignore[misc]
-        key = [].index  # numba wants a builtin of its own for each function; to call this one is an error
+        nothing: list = []
+        key = nothing.index  # numba wants a builtin of its own for each function; to call this one is an error
         state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
         state.cr = state.cr._replace(cfunc=key)
         return True
