@@ -52,8 +52,10 @@ class CalleeCompiler(CompilerBase):
     def define_pipelines(self):
         """Return the one pipeline."""
         lowerings = {NativeLowering: _CalleeLowering, NativeParforLowering: _RegionLowering}
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state).passes
+        (lowering,) = lowerings.keys() & {step for step, _ in passes}  # else it's a numba whose callees we don't know
         pipeline = PassManager("callee")
-        for step, description in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
-            pipeline.add_pass(lowerings.get(step, step), description)
+        for step, description in passes:
+            pipeline.add_pass(lowerings[step] if step is lowering else step, description)
         pipeline.finalize()
         return [pipeline]

@@ -58,6 +58,8 @@ def _compile(function, **options):
     def save_in_turn(signature, result):
         with FileLock(f"{path}.lock"):  # of all signatures: their index is read, then written with one more
             save(signature, result)
+        for env in result._find_referenced_environments():  # of callees; numba does it for what it loads
+            result.library.codegen.set_env(env.env_name, env)
 
     compiled.compile, cache.save_overload = compile_in_turn, save_in_turn
     return compiled
@@ -79,7 +81,7 @@ def own_storage(tensor: torch.Tensor) -> np.ndarray:
 
 
 def inline(function):
-    """Compile a helper into its callers."""
+    """Compile a helper into its callers. Python can't call it."""
     return numba.njit(**CALLEE)(function)
 
 
@@ -94,7 +96,7 @@ def parallel(function):
 
 
 def region(function):
-    """Compile a helper whose `prange` runs on the threads of the `composed` kernel that calls it."""
+    """Compile a helper whose `prange` runs on the threads of the `composed` kernel that calls it; Python can't."""
     return numba.njit(parallel=True, **CALLEE)(function)
 
 

@@ -1,14 +1,16 @@
-"""The cache of compiled kernels, when processes fill it at the same time."""
+"""How kernels are compiled: callees with them, and into a cache that processes fill at the same time."""
 
 import multiprocessing
 import time
 from contextlib import nullcontext
 
+import numba
 import numpy as np
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from samebits.kernels.cpu import jit
+from samebits.kernels.cpu.callees import _CalleeLibrary
 
 DTYPES = (np.int16, np.uint16)
 IN_TURN = pytest.mark.parametrize("in_turn", [True, False], ids=["in-turn", "control"])
@@ -87,3 +89,35 @@ def test_processes_compile_a_kernel_for_two_dtypes_at_once_and_save_both(in_turn
     monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
     assert misses_of_two_processes(DTYPES[:1], DTYPES[1:], in_turn, True) == 2
     assert misses_of_a_third() == (0 if in_turn else 1)
+
+
+@jit.inline
+def checked(value):
+    if value < 0:
+        raise ValueError("negative", value)
+    return value * 2
+
+
+@jit.region
+def double_all(values):
+    for i in numba.prange(values.shape[0]):
+        values[i] *= 2
+
+
+def doubled(values):
+    double_all(values)
+    return checked(values[0])
+
+
+def test_what_a_kernel_calls_is_compiled_for_it_alone_and_its_errors_arrive(tmp_path, monkeypatch):
+    """The first time and from the cache: a callee's error needs what numba sets up for functions of their own."""
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path))
+    for misses in (1, 0):
+        kernel = jit.serial(doubled)
+        assert kernel(np.ones(3)) == 4.0  # the region's two times the helper's
+        assert sum(kernel.stats.cache_misses.values()) == misses
+        with pytest.raises(ValueError, match="negative") as caught:
+            kernel(-np.ones(3))
+        assert caught.value.args == ("negative", -2.0)
+    for callee in checked, double_all:
+        assert {type(result.library) for result in callee.overloads.values()} == {_CalleeLibrary}
