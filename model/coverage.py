@@ -9,6 +9,7 @@ compares schedules, as bytes, on every model that is loaded.
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import sys
 from collections.abc import Set
@@ -96,7 +97,8 @@ class OpTrace(TorchDispatchMode):
 
 def _is_free(name: str, overload: str, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
     """True for an op that moves data, is rounded correctly element by element, or computes with whole numbers."""
-    tensors = [value for value in (*args, out) if isinstance(value, Tensor)]  # lists of them are only moved
+    values = (values if isinstance(values, list | tuple) else (values,) for values in (*args, *kwargs.values(), out))
+    tensors = [value for value in itertools.chain.from_iterable(values) if isinstance(value, Tensor)]
     if any(tensor.is_complex() for tensor in tensors):  # a product of these is four products and two sums
         return False
     if tensors and not any(tensor.is_floating_point() for tensor in tensors):

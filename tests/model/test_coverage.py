@@ -105,6 +105,16 @@ def shift(x):
     return x + F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
+@torch.library.custom_op("samebits_tests::tables", mutates_args=())
+def tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return positions.cos(), positions.sin()
+
+
+@torch.library.custom_op("samebits_tests::total", mutates_args=())
+def total(tensors: list[torch.Tensor], dim: torch.Tensor) -> list[torch.Tensor]:
+    return [sum(tensors).cumsum(int(dim))]
+
+
 UNCOVERED = {
     "cumsum": (lambda x: x + x.cumsum(1), r"layers\.1\.mlp \(Changed\) is not covered: torch function .*cumsum has"),
     "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), r"mean over dimension 1"),
@@ -115,6 +125,8 @@ UNCOVERED = {
     "token shift": (shift, "depends on the one beside it|differs from the same one"),
     "largest over tokens": (lambda x: x / x.amax(1, keepdim=True), "depends on the one beside it"),
     "complex numbers": (lambda x: (x * torch.complex(x, x)).real, "complex"),
+    "a tuple of whole numbers": (lambda x: x * tables(torch.zeros(1, dtype=torch.int64))[0], "tables"),
+    "a list of numbers": (lambda x: total([x, x], torch.tensor(1))[0], "total"),
     "a scaled sum": (lambda x: torch.add(x, x, alpha=0.3), "torch.add with alpha has"),
     "reversal": (lambda x: x.flip(1), "depends on the one beside it, or a token on one after it"),
 }
