@@ -124,7 +124,7 @@ class RemoteWorkers(Workers):
             gather(calls, self.load_timeout)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of the weights in force, in CPU memory, each name once."""
+        """Yield the names and tensors of the weights in force, copied to CPU memory, each name once."""
         seen: set[str] = set()
         for actor in self.actors:
             specs = actor.call("weight_specs").result(self.timeout)

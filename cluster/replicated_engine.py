@@ -99,7 +99,7 @@ class ReplicatedEngine(WorkerEngine):
         models = [client.model for client in self.serving]
         for model in models:
             check_alike(models[0], model)
-        self.describe(models)
+        self.set_models(models)
         self.capacity = sum(client.capacity for client in self.serving)
         self.replica_capacity = min(client.capacity for client in self.serving)
         # a replica that is started again has as much KV memory, however much is free then

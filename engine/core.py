@@ -55,7 +55,7 @@ class EngineCore(WorkerEngine):
         self.config = config
         self.executor = executor
         self.tokenizer = tokenizer
-        self.describe([executor.info])
+        self.set_models([executor.info])
         self.max_model_len = max_model_len(path, config)
         self.stored: StoredWeights | None = StoredWeights.at(path)  # where the weights in force can be read again
         device = torch.device(config.device or "cpu")

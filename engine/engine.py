@@ -130,8 +130,8 @@ class WorkerEngine(Engine):
 
     capacity: int
 
-    def describe(self, models: Sequence[ModelInfo]) -> None:
-        """Set what the models of all replicas say, which are alike."""
+    def set_models(self, models: Sequence[ModelInfo]) -> None:
+        """Take over what the models of all replicas say of themselves, which are alike."""
         self.contract = models[0].contract
         self.eos_token_ids = models[0].eos_token_ids
         self.has_experts = models[0].num_experts > 0

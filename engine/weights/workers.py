@@ -62,12 +62,12 @@ class Workers(ABC):
             raise
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of the weights in force, in CPU memory, each name once."""
+        """Yield the names and tensors of the weights in force, copied to CPU memory, each name once."""
         specs = self.collective_rpc("weight_specs")
         data = self.collective_rpc("read_weights", PerWorker(specs))
         found = {spec.name: (each, spec) for spec, each in zip(chain(*specs), chain(*data), strict=True)}
-        for name, pair in found.items():  # a tied tensor may be in two stages
-            yield name, from_bytes(*pair)
+        for name, (each, spec) in found.items():  # a tied tensor may be in two stages
+            yield name, from_bytes(each.copy(), spec)
 
     def join_weight_group(
         self, name: str, address: str, port: int | str, rank: int, world_size: int, backend: str, timeout: float
