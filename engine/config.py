@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..model.adapter import Adapter
 from ..scheduler import SpeculativeConfig
-
-if TYPE_CHECKING:
-    from ..model.adapter import Adapter
 
 BACKENDS = ("ray", "inproc")
 DTYPES = ("float32", "bfloat16", "float16")

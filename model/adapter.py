@@ -24,8 +24,10 @@ from .linear import ExactLinear, UnsupportedModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
+else:
+    LoraConfig = Any  # PEFT is an extra
 
-    Adapter: TypeAlias = LoraConfig | nn.Module | str | os.PathLike  # `load_adapter_config` says of what kinds
+Adapter: TypeAlias = LoraConfig | nn.Module | str | os.PathLike  # `load_adapter_config` says of what kinds
 
 PREFIX = "base_model.model."  # of a base model's names in PEFT's files and models
 FILE = "adapter_config.json"
