@@ -248,8 +248,13 @@ def test_they_outlive_the_kv_cache(models):
     llm = LLM(path, kv_cache_memory_bytes=1 << 20)
     params = SamplingParams(max_tokens=9, seed=1, routed_experts=True, ignore_eos=True)
     request = llm.add_request([7, 8, 9], params)
+    model_routers = routers(llm.engine.executor.workers[0].model).values()
+    given = []
+    hooks = [r.register_forward_hook(lambda router, *_: given.append(router.routing.choose)) for r in model_routers]
     llm.step()
-    assert not any(router.routing.choose for router in routers(llm.engine.executor.workers[0].model).values())
+    assert all(given) and given and not any(router.routing.choose for router in model_routers)
+    for hook in hooks:
+        hook.remove()
     llm.sleep()
     llm.wake_up()
     while llm.has_unfinished_requests():

@@ -1,6 +1,8 @@
 """Both backends have the names and signatures of the border between ops and kernels. (mypy compares their types.)"""
 
+import ast
 import inspect
+from itertools import chain
 
 import pytest
 import torch
@@ -21,7 +23,12 @@ def parameters(function) -> list[tuple]:
 
 @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
 def test_a_backend_has_the_names_of_the_protocol(backend):
-    assert CONSTANTS | set(FUNCTIONS) | set(CLASSES) <= vars(backend).keys()
+    names = CONSTANTS | FUNCTIONS.keys() | CLASSES.keys()
+    assert names <= vars(backend).keys()
+    nodes = [*ast.walk(ast.parse(inspect.getsource(backend)))]
+    imports = [node.names for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    assert {name.asname or name.name for name in chain(*imports)} <= names | used  # ruff can't tell
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
