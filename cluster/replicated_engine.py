@@ -67,6 +67,8 @@ class ReplicatedEngine(WorkerEngine):
     requests and weights is put into a queue of events, which the thread that drives the engine handles.
     """
 
+    steps_by_itself = True
+
     def __init__(self, path: pathlib.Path, config: EngineConfig):
         super().__init__()
         self.path = path

@@ -39,6 +39,7 @@ class Engine(ABC):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     has_experts = True  # a server elsewhere says itself that it has none
+    steps_by_itself = False  # `step` takes in what was computed, and computes nothing
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}

@@ -142,7 +142,7 @@ class AsyncEngine:
         working = self._has_work()  # a command may have paused it, or put it to sleep
         begin = time.perf_counter()
         outputs = self.llm.step() if working else self.llm.take_outputs()
-        if working and self.llm.config.replicas == 1:  # replicas step by themselves
+        if working and not self.llm.engine.steps_by_itself:
             self.on_step(time.perf_counter() - begin)
         if outputs:
             self.loop.call_soon_threadsafe(self._deliver, outputs)

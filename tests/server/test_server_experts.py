@@ -115,6 +115,7 @@ def test_replicas_stages_and_preemptions_change_none(server, ray_cluster, layout
     with Serving(server.llm.path, llm={**layout, "kv_cache_memory_bytes": pool}) as many, Client(many.url) as client:
         found = client.generate(prompts, params)
         assert many.llm.stats().preemptions
+        assert "samebits_step_seconds_count 0.0" in many.http.get("/metrics").text  # they step elsewhere
     for one, two in zip(found, local, strict=True):
         for ours, theirs in zip(one.completions, two.completions, strict=True):
             assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
