@@ -266,28 +266,43 @@ class Server:
             raise NumericsError("the trainer is exact, and the engine is not: leave out engine_kwargs.samebits.exact")
         else:
             self.llm.contract.check(contract)
+        await self._abort_update()
         self.update = await self.engine.call(LLM.begin_weight_update)
 
     async def load_weights(self, data: list[np.ndarray], specs: list[TensorSpec]) -> None:
         """Stage tensors, given as their bytes."""
         pairs = [(spec.name, from_bytes(each.copy(), spec)) for each, spec in zip(data, specs, strict=True)]
-        await asyncio.to_thread(self._open_update().load, pairs)  # of copies: Ray's shared memory is read-only
+        try:
+            await asyncio.to_thread(self._open_update().load, pairs)  # of copies: Ray's shared memory is read-only
+        except BaseException:
+            await self._abort_update()
+            raise
 
     async def commit_weights(self, global_steps: int | None) -> None:
         """Put the update in force, all of it or nothing, under verl's name for it."""
         update = self._open_update()
-        self.update = None
 
         def commit(llm: LLM) -> None:
             version = llm.commit_weight_update(update)
             self.versions[version] = self.global_steps = global_steps
             self.seen.clear()
 
-        await self.engine.call(commit)
+        try:
+            await self.engine.call(commit)
+        finally:
+            await self._abort_update()
+
+    async def _abort_update(self) -> None:
+        update = self.update
+        self.update = None
+        if update is not None and update.open:
+            await asyncio.to_thread(update.abort)
 
     def _open_update(self) -> WeightUpdate:
         if self.update is None:
-            raise WeightUpdateError("no update was begun: this replica died in the midst of one; resume the run")
+            raise WeightUpdateError(
+                "no update is open: it failed, or the replica died in the midst of it; resume the run"
+            )
         return self.update
 
 

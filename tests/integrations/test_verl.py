@@ -14,6 +14,7 @@ import time
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
 from samebits import LLM, SamplingParams, WeightUpdateError
+from samebits.engine.weights.spec import TensorSpec
 from samebits.integrations import verl as plugin
 from samebits.integrations.verl import limits, rollout
 from samebits.integrations.verl import trainer as trainer_side
@@ -405,8 +407,17 @@ def test_an_update_is_all_or_nothing_and_of_the_same_numerics(monkeypatch, model
         with pytest.raises(NumericsError, match="dtype: 'float32' here, 'bfloat16' there"):
             await made.begin_weights(bf16)
         await made.begin_weights(made.llm.contract)
-        with pytest.raises(WeightUpdateError):
+        updates = [made.update]
+        with pytest.raises(WeightUpdateError, match="missing"):
             await made.commit_weights(2)
+        for _ in range(2):  # the second time one is open
+            await made.begin_weights(made.llm.contract)
+            updates.append(made.update)
+        with pytest.raises(WeightUpdateError, match="unknown tensor 'nobody'"):
+            await made.load_weights([np.zeros(4, np.uint8)], [TensorSpec("nobody", (1,), torch.float32)])
+        with pytest.raises(WeightUpdateError, match="no update is open"):
+            await made.commit_weights(2)
+        assert not any(update.open for update in updates)
         inexact = make_server(model_path, exact=False)
         with pytest.raises(NumericsError, match="the engine is not"):
             await inexact.begin_weights(made.llm.contract)
