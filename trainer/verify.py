@@ -102,11 +102,16 @@ def verify(
         kv_cache_memory_bytes=blocks * ModelRunner.block_bytes(model), skip_tokenizer_init=True,
         adapter=None if adapter is None else load_adapter_config(model),
     )  # fmt: skip
-    engines = _Engines(resolve(name), config)
-    if adapter is not None:
-        engines.make(config.max_num_seqs, config.max_num_batched_tokens).update_weights(model)
-    if plant_fault is not None:
-        falsify(engines.runner.model, plant_fault)
+
+    def load(config: EngineConfig) -> _Engines:
+        engines = _Engines(resolve(name), config)
+        if adapter is not None:
+            engines.make(config.max_num_seqs, config.max_num_batched_tokens).update_weights(model)
+        if plant_fault is not None:
+            falsify(engines.model, plant_fault)
+        return engines
+
+    engines = load(config)
     rounds = []
     first = None
     threads = torch.get_num_threads()
@@ -127,22 +132,23 @@ def verify(
             first = first or found
     finally:
         torch.set_num_threads(threads)
-    fault = None if first is None else _locate(engines, model, first)
     assert llm.contract is not None
-    return VerifyReport(llm.contract.hash, rounds, fault)
+    contract_hash = llm.contract.hash
+    fault = None
+    if first is not None:
+        del llm, engines  # their memory is the next ones'
+        fault = _locate(load(replace(config, enforce_eager=True)), model, first)
+    return VerifyReport(contract_hash, rounds, fault)
 
 
 class _Engines:
-    """Engines with limits of their own, one after the other, of a model that is loaded once.
-
-    runner: the one that computes their steps.
-    """
+    """Engines with limits of their own, one after the other, of a model that is loaded once."""
 
     def __init__(self, path: pathlib.Path, config: EngineConfig):
         self.path = path
         self.config = config
         self.executor = LocalExecutor(path, config)
-        self.runner = self.executor.workers[0].runner
+        self.model = self.executor.workers[0].model
 
     def make(self, max_num_seqs: int, max_num_batched_tokens: int) -> LLM:
         """Return an engine whose KV cache is empty."""
@@ -221,10 +227,10 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def _locate(engines: _Engines, model: PreTrainedModel, tokens: list[int]) -> str:
     """Recompute one sequence on both sides and return the first module, in order of computation, to differ.
 
-    The engine computes all tokens but the last in one step, and that in another.
+    The engine computes all tokens but the last in one step, and that in another. It has no CUDA graphs: a replay calls
+    no module.
     """
-    engines.runner.graphs = None  # a replay calls no module
-    with _recorded(engines.runner.model) as ours:
+    with _recorded(engines.model) as ours:
         llm = engines.make(1, max(1, len(tokens) - 1))
         llm.generate([tokens], SamplingParams(max_tokens=1), use_tqdm=False)
     with _recorded(model) as seen, torch.no_grad():
@@ -234,7 +240,7 @@ def _locate(engines: _Engines, model: PreTrainedModel, tokens: list[int]) -> str
         our_inputs, our_outputs = ours[name]
         if not _equal(our_outputs, outputs):
             if _equal(our_inputs, inputs):
-                return f"{name} ({type(engines.runner.model.get_submodule(name)).__name__})"
+                return f"{name} ({type(engines.model.get_submodule(name)).__name__})"
             return f"{name.rpartition('.')[0]}, between {previous} and {name}"
         previous = name
     return "not reproduced by a single sequence: the difference depends on the batch, or on fused kernels"

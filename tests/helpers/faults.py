@@ -96,16 +96,20 @@ def before_output(monkeypatch, fault) -> None:
     before(monkeypatch, Request, "take_output", fault)
 
 
+def model_of(llm) -> torch.nn.Module:
+    """The model that an engine of one worker computes with, to be harmed."""
+    (worker,) = llm.engine.executor.workers
+    return worker.model
+
+
 def embed_nan(llm, token: int) -> None:
     """The memory of the weights rots: a token's embedding is NaN."""
-    (worker,) = llm.engine.executor.workers
-    worker.model.get_input_embeddings().weight.data[token] = float("nan")
+    model_of(llm).get_input_embeddings().weight.data[token] = float("nan")
 
 
 def logit_nan(llm, token: int) -> None:
     """One logit of each row is NaN."""
-    (worker,) = llm.engine.executor.workers
-    head = worker.model.get_output_embeddings()
+    head = model_of(llm).get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(head.out_features))
     head.bias.data[token] = float("nan")
 

@@ -281,7 +281,7 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
     for minibatches in (1, 3):
         trainer = Trainer(config_of(tiny, minibatches=minibatches), Digits())
         with torch.no_grad():
-            trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.0001
+            faults.model_of(trainer.llm).model.norm.weight *= 1.0001
         before = weights(trainer)
         with pytest.raises(NumericsError, match=r"tokens differ. group \d, prompt '.*': token \d .* log-prob"):
             trainer.step()
@@ -290,9 +290,9 @@ def test_a_planted_fault_stops_training_before_the_optimizer_moves(tiny):
 
 def test_check_off_reports_the_difference_and_goes_on(tiny):
     trainer = Trainer(config_of(tiny, check="off"), Digits())
-    falsify(trainer.llm.engine.executor.workers[0].runner.model, "model.layers.0.mlp.down_proj")
+    falsify(faults.model_of(trainer.llm), "model.layers.0.mlp.down_proj")
     with torch.no_grad():
-        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
+        faults.model_of(trainer.llm).model.norm.weight *= 1.01
     metrics = trainer.step()
     assert metrics["max_difference"] > 0 and metrics["updates"] == 1
 
@@ -301,11 +301,11 @@ def test_check_first_compares_until_it_has_compared(tiny):
     trainer = Trainer(config_of(tiny, check="first"), Digits())
     trainer.step()
     with torch.no_grad():
-        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
+        faults.model_of(trainer.llm).model.norm.weight *= 1.01
     assert trainer.step()["max_difference"] > 0
     trainer = Trainer(config_of(tiny, check="first", filter_uniform=True), Broken(0.5))
     with torch.no_grad():
-        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
+        faults.model_of(trainer.llm).model.norm.weight *= 1.01
     with pytest.raises(NumericsError, match="tokens differ"):
         trainer.step()  # nothing to train on; compared all the same
 
@@ -393,7 +393,7 @@ def test_the_control_without_the_promise_names_the_contract(tiny):
     engine = {"kv_cache_memory_bytes": 2**21, "exact": False}
     trainer = Trainer(config_of(tiny, engine=engine), Digits())
     with torch.no_grad():
-        trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight *= 1.01
+        faults.model_of(trainer.llm).model.norm.weight *= 1.01
     with pytest.raises(NumericsError, match="the engine runs with exact=False"):
         trainer.step()
 
@@ -463,7 +463,7 @@ def test_after_a_difference_a_step_needs_a_load(tiny, tmp_path):
     trainer.fit()
     plain = Trainer(config_of(tiny, output_dir=tmp_path, sleep=True), Digits())
     assert plain.load()
-    norm = trainer.llm.engine.executor.workers[0].runner.model.model.norm.weight
+    norm = faults.model_of(trainer.llm).model.norm.weight
     with torch.no_grad():
         norm *= 1.0001
     with pytest.raises(NumericsError):
