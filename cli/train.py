@@ -47,7 +47,6 @@ def train(
     num_problems: Annotated[
         int | None, typer.Option(help="Problems of a built-in task, which repeat; unset, all are new.")
     ] = None,
-    kv_cache_gib: Annotated[float | None, typer.Option(help="The engine's KV pool.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Server of the same model, to sample with.")] = None,
     sync_dir: Annotated[Path | None, typer.Option(help="Directory through which it gets weights.")] = None,
     supervise_until: Annotated[float | None, typer.Option(help="Share of right answers to begin with.")] = None,
@@ -75,9 +74,6 @@ def train(
     ops.backend(ops.parse_device(training["device"]))  # or there are no kernels for it
     init_process_group(training["device"])
     problems = _make_problems(task, verifier, num_problems, training["seed"], validated=evaluate_every > 0)
-    engine = ENGINE.changed(engine)
-    if kv_cache_gib is not None:
-        engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     tiny = model in TINY
     if tiny:
         sources = {name: context.get_parameter_source(name) for name in TINY_DEFAULTS}
@@ -89,7 +85,7 @@ def train(
         correction=preset(correction),
         sampling=SamplingParams(**sampling),
         output_dir=output_dir,
-        engine=engine,
+        engine=ENGINE.changed(engine),
         **training,
     )
     console = Console(quiet=dist.get_rank() > 0)

@@ -202,7 +202,7 @@ def test_older_and_shorter_names_of_options_stay():
     assert {"--pp", "--pipeline-parallel-size"} == set(command_parameters("serve")["pipeline_parallel_size"].opts)
     assert {"-n", "--n"} == set(command_parameters("rollout")["n"].opts)
     assert {"-n", "--group-size"} == set(command_parameters("train")["group_size"].opts)
-    assert {"kv_cache_gib", "engine_url", "exact", "check"} <= command_parameters("train").keys()
+    assert {"kv_cache_memory_bytes", "engine_url", "exact", "check"} <= command_parameters("train").keys()
 
 
 def test_engine_settings_reach_the_engine(checkpoint, tmp_path):

@@ -22,7 +22,7 @@ def train(*options, threads=1, timeout=300) -> subprocess.CompletedProcess:
 
 SMALL = (
     "--model", "tiny", "--task", "sorting", "--supervise-until", 0, "--groups-per-step", 4, "--group-size", 2,
-    "--max-tokens", 8, "--evaluate-every", 2, "--save-every", 2, "--kv-cache-gib", 0.01,
+    "--max-tokens", 8, "--evaluate-every", 2, "--save-every", 2, "--kv-cache-memory-bytes", 10 << 20,
 )  # fmt: skip
 
 
