@@ -115,7 +115,7 @@ class LLM:
         with tqdm(total=total, desc="Generating", unit="sample", delay=2, disable=not use_tqdm) as bar:
             while running:
                 self.engine.step()
-                for request_id in running.intersection(self.engine.outbox):
+                for request_id in self.engine.outbox.keys() & running:
                     request = self.engine.outbox.pop(request_id)
                     if request.finished:
                         running.remove(request_id)
