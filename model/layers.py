@@ -80,7 +80,7 @@ def as_stage(model: PreTrainedModel, layers: Layers) -> Iterator[None]:
 class _Entrance:
     """Hooks that give a stage's first layer what the stage was given: the model's code may have scaled it between."""
 
-    given: Any  # of the last forward
+    given: Any  # of the last forward: who probes or recomputes the layer meets it again
 
     def keep(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the hidden states before the base model's own code does."""

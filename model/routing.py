@@ -1,6 +1,6 @@
 """The experts that routers choose: noted where an engine keeps KV, or given by whoever replays a rollout.
 
-They reach a router as an argument of its decoder layer, as positions and layouts do: a layer that activation
+They come as an argument of the router's decoder layer, as positions and layouts do: a layer that activation
 checkpointing runs again meets the same ones.
 """
 
@@ -94,7 +94,11 @@ class RoutingLayer(nn.Module):
 
 @contextmanager
 def routing_by(layer: nn.Module, routed: RoutedExperts | None) -> Iterator[None]:
-    """Have a layer's router note its choices, or use those that are given, until the block ends."""
+    """Have a layer's router note its choices, or use those that are given, until the block ends.
+
+    By an attribute of the router, since the code between layer and router, transformers', takes no argument for it: one
+    thread runs a model at a time.
+    """
     number, router = layer.router if isinstance(layer, RoutingLayer) else (0, None)
     if router is None or routed is None:
         yield
