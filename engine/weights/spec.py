@@ -46,9 +46,9 @@ def specs_of(state: Mapping[str, Tensor]) -> list[TensorSpec]:
 def parse_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
     """Specs from three lists, as both HTTP dialects carry them; dtypes like "bfloat16". Raises ValueError."""
     if not names:
-        raise ValueError("the manifest names no tensors")
+        raise ValueError("the update names no tensors")
     if not len(names) == len(dtypes) == len(shapes):
-        raise ValueError(f"the manifest has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
+        raise ValueError(f"the update has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
     specs = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         found = getattr(torch, dtype.removeprefix("torch."), None)

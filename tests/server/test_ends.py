@@ -52,13 +52,13 @@ def test_sigterm_in_a_rendezvous_and_in_a_transfer_exits_0(path):
             address = free_port() if step == "transfer" else silent.getsockname()[1]
             where = {"master_address": "127.0.0.1", "master_port": address, "rank_offset": 1, "world_size": 2}
             join = {**where, "group_name": "g", "backend": "gloo"}
-            manifest = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[100]], "group_name": "g"}
+            tensors = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[100]], "group_name": "g"}
             with contextlib.ExitStack() as open_calls:
                 open_calls.enter_context(in_background(http.post, f"{url}/init_weights_update_group", json=join))
                 if step == "transfer":
                     group = WeightGroup("127.0.0.1", where["master_port"], 0, 2, "g")
                     wait_for(lambda url=url: http.get(f"{url}/weight_info").json()["weight_groups"] == ["g"])
-                    post = in_background(http.post, f"{url}/update_weights_from_distributed", json=manifest)
+                    post = in_background(http.post, f"{url}/update_weights_from_distributed", json=tensors)
                     open_calls.enter_context(post)
                 wait_for(lambda url=url: http.get(f"{url}/is_paused").json()["state"] == "updating")
                 process.send_signal(signal.SIGTERM)

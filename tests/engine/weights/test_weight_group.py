@@ -160,7 +160,7 @@ def test_nccl_without_a_gpu_says_so():
         WeightGroup("127.0.0.1", free_port(), 1, 2, backend="nccl")
 
 
-def test_manifests_from_the_wire_are_parsed_or_refused():
+def test_lists_of_tensors_from_the_wire_are_parsed_or_refused():
     assert parse_specs(["a"], ["bfloat16"], [[2, 3]]) == [TensorSpec("a", (2, 3), torch.bfloat16)]
     assert parse_specs(["a"], ["torch.float32"], [[]])[0].nbytes == 4
     for arguments, message in [
