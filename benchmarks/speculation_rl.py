@@ -31,7 +31,7 @@ from samebits.trainer.rl.tiny import fine_tune
 
 GAP = 10  # updates between validations
 
-Pair = tuple[float, float]  # seconds without drafts, and with them
+BothTimes = tuple[float, float]  # seconds without drafts, and with them
 
 
 class Words(GeneratedTask):
@@ -136,14 +136,14 @@ def in_turn(runs: dict[str, Trainer], turn: int) -> list[str]:
     return list(runs)[:: -1 if turn % 2 else 1]
 
 
-def validate_both(args: argparse.Namespace, runs: dict[str, Trainer], temperature: float, turn: int) -> Pair:
+def validate_both(args: argparse.Namespace, runs: dict[str, Trainer], temperature: float, turn: int) -> BothTimes:
     """Return the seconds of a validation without drafts and with them."""
     found = {name: validate(runs[name], args.validation, temperature) for name in in_turn(runs, turn)}
     assert found["with"][0] == found["without"][0], "a draft changed a bit"
     return found["without"][1], found["with"][1]
 
 
-def summary(pairs: list[Pair]) -> str:
+def summary(pairs: list[BothTimes]) -> str:
     """Both sums of seconds, their ratio, and the median of the pairs' ratios."""
     without = sum(pair[0] for pair in pairs)
     drafting = sum(pair[1] for pair in pairs)
@@ -165,11 +165,11 @@ def compare(args: argparse.Namespace, model: str) -> None:
     runs = {"without": trainer(args, model, False), "with": trainer(args, model, True)}
     for one in runs.values():
         warm_up(one.llm)
-    checks: dict[float, list[Pair]] = {0.0: [], 1.0: []} if args.validation else {}
+    checks: dict[float, list[BothTimes]] = {0.0: [], 1.0: []} if args.validation else {}
     for temperature in checks:  # the first answers to draft from
         validate_both(args, runs, temperature, 0)
     rewards: list[float] = []
-    rollouts: list[Pair] = []
+    rollouts: list[BothTimes] = []
     for step in range(args.steps):
         found = {name: runs[name].step() for name in in_turn(runs, step)}
         assert without_times(found["with"]) == without_times(found["without"]), "a draft changed a bit"

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from ..correction.calibration import Scores
 from ..trainer.logprobs import exact_head
-from ..trainer.rescore import packed_batches
-
-Pair = tuple[list[int], list[int]]
+from ..trainer.rescore import PromptCompletion, packed_batches
 
 _EXACT_VOCAB = 2048  # larger vocabularies are projected
 _BLOCKS = 16  # independent projections, whose spread is the projection's error
@@ -22,7 +20,7 @@ _LOGITS = 1 << 26  # entries in memory at a time
 
 
 @torch.no_grad()
-def token_scores(model: PreTrainedModel, rollouts: Sequence[Pair], temperature: float, seed: int) -> Scores:
+def token_scores(model: PreTrainedModel, rollouts: Sequence[PromptCompletion], temperature: float, seed: int) -> Scores:
     """d log pi / d lm_head weight = (onehot - pi) h^T / T of every completion token, as its two factors, fp32.
 
     h is kept whole, and so is the other factor of a small vocabulary: the gradient is exact. A larger one is projected

@@ -14,7 +14,7 @@ from .outputs import EngineStats
 from .request import Request
 from .weights import WeightUpdate, Workers
 from .weights.spec import full_tensors, gathering
-from .weights.table import Source
+from .weights.table import WeightSource
 
 MEMORY_TAGS = ("weights", "kv_cache")
 
@@ -93,7 +93,7 @@ class Engine(ABC):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+    def update_weights(self, source: WeightSource, version: int | None = None, recompute_running: bool = True) -> int:
         """Replace all weights, all or nothing, and return the new version; see `LLM.update_weights`."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class WorkerEngine(Engine):
             raise ValueError(f"version must be an integer above {self.weight_version} and below 2^63, got {version!r}")
         return version
 
-    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+    def update_weights(self, source: WeightSource, version: int | None = None, recompute_running: bool = True) -> int:
         """Load an update from one source, put it in force and return its version."""
         version = self.next_version(version)
         try:

@@ -24,7 +24,7 @@ from .outputs import EngineStats, RequestOutput
 from .request import Request
 from .sampling_params import RequestOutputKind, SamplingParams
 from .weights import WeightUpdate
-from .weights.table import Source
+from .weights.table import WeightSource
 
 
 class LLM:
@@ -209,7 +209,7 @@ class LLM:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+    def update_weights(self, source: WeightSource, version: int | None = None, recompute_running: bool = True) -> int:
         """Replace all weights, all or nothing, and return the new version (by default the old one + 1).
 
         source: a module from `exact_model` (also under FSDP2; every rank must then iterate its state dict) of the same

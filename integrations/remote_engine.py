@@ -15,7 +15,7 @@ from ..engine.engine import MEMORY_TAGS
 from ..engine.request import Request, Sample, SampledToken
 from ..engine.weights import check_contract, specs_of
 from ..engine.weights.spec import full_tensors, gathering
-from ..engine.weights.table import Source
+from ..engine.weights.table import WeightSource
 from ..model.adapter import updated_state
 from ..model.checkpoint import resolve
 from ..model.exact import eos_token_ids, load_config, load_generation_config
@@ -81,7 +81,7 @@ class RemoteEngine(Engine):
         _common(lambda first: self.client.post(path) if first else None)
         self.paused = paused
 
-    def update_weights(self, source: Source, version: int | None = None, recompute_running: bool = True) -> int:
+    def update_weights(self, source: WeightSource, version: int | None = None, recompute_running: bool = True) -> int:
         """Send weights from rank 0 and return the version now in force, on all ranks; see `LLM.update_weights`."""
         if not recompute_running:
             raise ValueError("recompute_running=False is the server's to do: pause it with mode=keep during the update")

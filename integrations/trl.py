@@ -43,7 +43,7 @@ if Version(trl.__version__) < Version(OLDEST) or not hasattr(utils, "FusedCausal
 
 logger = logging.getLogger(__name__)
 
-Source = dict | LLM | Engine | str | None  # of rollouts
+RolloutSource = dict | LLM | Engine | str | None
 HOOKS = ("create_model_from_path", "add_fused_lm_head", "VLLMGeneration")  # names in the module of a trainer of TRL
 OUTSIDE = -60.0  # the log-prob of a token outside the filters: TRL multiplies by masks, and -inf times 0 is NaN
 REFUSED = {  # options that must keep their defaults, and what to do
@@ -83,7 +83,15 @@ class ExactTrainer:
     vllm_generation: ExactGeneration
 
     def __init__(
-        self, model, reward_funcs=None, args=None, train_dataset=None, *, engine: Source = None, check=True, **kwargs
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        train_dataset=None,
+        *,
+        engine: RolloutSource = None,
+        check=True,
+        **kwargs,
     ):
         if args is None:
             raise TypeError(f"{type(self).__name__} needs args, a configuration of TRL")
@@ -198,7 +206,7 @@ def _sampling_params(config: Any) -> SamplingParams:
     return SamplingParams(**given | more)
 
 
-def _exact_parts(trainer: Any, config: Any, engine: Source) -> dict[str, Any]:
+def _exact_parts(trainer: Any, config: Any, engine: RolloutSource) -> dict[str, Any]:
     """Return our parts by the names of TRL's, HOOKS."""
     given = _sampling_params(config)
 
@@ -220,7 +228,7 @@ def _exact_parts(trainer: Any, config: Any, engine: Source) -> dict[str, Any]:
     return dict(zip(HOOKS, (create, add_head, generation), strict=True))
 
 
-def make_llm(model: PreTrainedModel, accelerator: Any, engine: Source, params: SamplingParams) -> LLM:
+def make_llm(model: PreTrainedModel, accelerator: Any, engine: RolloutSource, params: SamplingParams) -> LLM:
     """Return the `LLM` that an exact trainer asks for rollouts, of the numerics that the model has when it is wrapped.
 
     Raises NumericsError for an engine of other numerics, ValueError for settings of accelerate that change bits.

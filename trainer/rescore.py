@@ -15,7 +15,7 @@ from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
 from .logprobs import PackedBatch
 
-Pair = tuple[Sequence[int], Sequence[int]]
+PromptCompletion = tuple[Sequence[int], Sequence[int]]  # token ids
 
 _LOGITS = 1 << 26  # entries in memory at a time: each chunk of rows reads lm_head anew, so few large ones
 
@@ -23,7 +23,7 @@ _LOGITS = 1 << 26  # entries in memory at a time: each chunk of rows reads lm_he
 @torch.no_grad()
 def rescore(
     model: PreTrainedModel,
-    rollouts: Iterable[Pair],
+    rollouts: Iterable[PromptCompletion],
     sampling_params: SamplingParams | None = None,
     max_num_batched_tokens: int = 4096,
     share_prefixes: bool = True,
@@ -51,7 +51,7 @@ def rescore(
 
 def packed_batches(
     model: PreTrainedModel,
-    rollouts: Iterable[Pair],
+    rollouts: Iterable[PromptCompletion],
     budget: int,
     share_prefixes: bool = True,
     routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,

@@ -28,7 +28,7 @@ from .atomic import publish, sync
 from .fsdp import together
 
 FILE_BYTES = 2**30
-Pair = tuple[str, Tensor]
+NamedTensor = tuple[str, Tensor]
 
 
 def save_weights(model: PreTrainedModel, folder: str | os.PathLike, max_file_bytes: int = FILE_BYTES) -> None:
@@ -91,12 +91,12 @@ def _tensors(state: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
         yield name, tensor.detach().cpu().contiguous() if keep else tensor.detach().to("meta")
 
 
-def stored_names(model: PreTrainedModel) -> Callable[[Iterable[Pair]], Iterator[Pair]]:
+def stored_names(model: PreTrainedModel) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
     """Return a function of a model's (name, tensor) pairs that gives them the names of checkpoints on a hub."""
     return functools.partial(_as_stored, by_tensor(stored_pieces(model)))
 
 
-def _as_stored(pieces: Mapping[str, Mapping[str, Piece]], pairs: Iterable[Pair]) -> Iterator[Pair]:
+def _as_stored(pieces: Mapping[str, Mapping[str, Piece]], pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield the tensors under the names that checkpoints on a hub have: a layer's experts one by one."""
     for name, tensor in pairs:
         if name in pieces:

@@ -19,7 +19,7 @@ from ...model.exact import LMHead, contract_of
 from ...model.stored import Piece, by_tensor
 from .spec import TensorSpec
 
-Source = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
+WeightSource = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
 
 class WeightUpdateError(ValueError):

@@ -17,7 +17,7 @@ from ...model.adapter import WEIGHTS_FILE, describe, is_folder, load_adapter_con
 from ...model.checkpoint import CheckpointError, StoredWeights, manifest
 from ...model.exact import check_same_numerics, load_config
 from .spec import TensorSpec, full_tensors, gathering, specs_of
-from .table import Source, WeightTable, WeightUpdateError, check_contract, parts_of
+from .table import WeightSource, WeightTable, WeightUpdateError, check_contract, parts_of
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class WeightUpdate:
             self.table.check_spec(spec)
             fresh.add(spec.name)
 
-    def load(self, source: Source, contract: Contract | None = None) -> None:
+    def load(self, source: WeightSource, contract: Contract | None = None) -> None:
         """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
 
         A PEFT model and a folder with PEFT's files bring the adapter alone.
