@@ -95,7 +95,7 @@ def train(
     elif supervise_until is not None:
         raise ValueError("--supervise-until is for --model tiny and tiny-moe")
     trainer = Trainer(config, problems, _remote_llm(config.model, engine_url, sync_dir))
-    if trainer.load():
+    if trainer.resume():
         console.print(f"resumed after step {trainer.steps_done}")
     log = output_dir / LOG
     if trainer.rank == 0:

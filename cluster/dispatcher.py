@@ -54,7 +54,7 @@ class Dispatcher:
         request.serial = next(self._serials)
         call = client.post("add_request", request)
         self.assigned[request.serial] = Assignment(client, request)
-        client.load += sum(s.finish_reason is None for s in request.samples)
+        client.num_unfinished += sum(s.finish_reason is None for s in request.samples)
         arrived = partial(self._note_arrival, request.serial, call)
         call.ref.future().add_done_callback(lambda _: self.events.put(arrived))
 
@@ -70,9 +70,9 @@ class Dispatcher:
         """Return the least loaded replica, or the one that knows the prompt's start, if it has little more to do."""
         keys = self._affinity.keys(request)
         known = self._affinity.find(keys)
-        chosen = min(self.serving, key=lambda client: (client.load, client.index))
+        chosen = min(self.serving, key=lambda client: (client.num_unfinished, client.index))
         for client in self.serving:
-            if client.index == known and client.load <= chosen.load + AFFINITY_SLACK:
+            if client.index == known and client.num_unfinished <= chosen.num_unfinished + AFFINITY_SLACK:
                 chosen = client
         self._affinity.remember(keys, chosen.index)
         return chosen
@@ -93,7 +93,7 @@ class Dispatcher:
         if assignment is None:
             return
         request = assignment.request
-        client.load -= progress.apply(request)
+        client.num_unfinished -= progress.apply(request)
         self.engine.outbox[request.request_id] = request
         if request.finished:
             self._forget(request)
@@ -117,7 +117,7 @@ class Dispatcher:
         self.engine.outbox[request.request_id] = request
         if assignment is None:
             return None
-        assignment.client.load -= len(unfinished)
+        assignment.client.num_unfinished -= len(unfinished)
         return assignment.client
 
     def _forget(self, request: Request) -> Assignment | None:

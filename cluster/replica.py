@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass
 class ReplicaReport:
-    """A replica's report: what is new of its requests, and its load; at least as a sign of life."""
+    """A replica's report: what is new of its requests, and its stats; at least as a sign of life."""
 
     progress: list[Progress]
     stats: EngineStats
@@ -93,7 +93,7 @@ class Host:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's shared memory is not
         self._commands: SimpleQueue[tuple[Future, str, tuple]] = SimpleQueue()
 
-    def load(self, *args: Any) -> WorkerInfo:
+    def make_worker(self, *args: Any) -> WorkerInfo:
         """Make the worker, a StageWorker(*args), and return its description."""
         self.worker = StageWorker(*args)
         return self.worker.info()
@@ -136,7 +136,7 @@ class Host:
     def run(self) -> Iterator[ReplicaReport]:
         """Step for ever, and yield a report when it is due; an error ends the replica."""
         heartbeat = min(1.0, self.engine.config.worker_timeout / 4)
-        load = (0, 0)
+        counts = (0, 0)
         steps = 0
         reported = time.monotonic()
         while True:
@@ -147,7 +147,7 @@ class Host:
                 steps += 1
             stats = self.engine.stats()
             waited_for = any(request.due for request in self.engine.outbox.values())
-            more_or_fewer = (stats.num_running, stats.num_waiting) != load
+            more_or_fewer = (stats.num_running, stats.num_waiting) != counts
             silent = time.monotonic() - reported >= heartbeat
             if waited_for or more_or_fewer or silent or not working or steps % REPORT_STEPS == 0:
                 progress: list[Progress] = []
@@ -155,7 +155,7 @@ class Host:
                     progress += [Progress.take(sample) for sample in request.samples if sample.unreported]
                 self.engine.outbox.clear()
                 yield ReplicaReport(progress, stats)
-                load = (stats.num_running, stats.num_waiting)
+                counts = (stats.num_running, stats.num_waiting)
                 reported = time.monotonic()
 
     def _run_commands(self, wait: float) -> None:

@@ -25,7 +25,7 @@ POLL = 0.5  # seconds between looks at the time
 class ReplicaClient(RemoteWorkers):
     """A replica's workers, one per stage, with the engine beside the first. index: the replica's number.
 
-    model, capacity (in tokens): of the replica; stats: as it reported last. load: unfinished samples that it has.
+    model, capacity (in tokens): of the replica; stats: as it reported last. num_unfinished: of its samples.
     """
 
     path: pathlib.Path
@@ -40,7 +40,7 @@ class ReplicaClient(RemoteWorkers):
         self.config = config
         names = [f"{self.name}, stage {rank}" for rank in range(config.pipeline_parallel_size)]
         super().__init__([Actor(Host, name, placement, rank) for rank, name in enumerate(names)], config)
-        self.load = 0
+        self.num_unfinished = 0
         self._patience = 0.0  # until when it may be silent, though it works: time.monotonic()
 
     def start(self, path: pathlib.Path, sharers: int) -> None:
@@ -52,11 +52,11 @@ class ReplicaClient(RemoteWorkers):
         self.path = path
         limit = config.start_timeout
         own = replace(config, speculative_config=None)  # the engine drafts, and a drafter may be a model
-        loads = [
-            self.actors[rank].start("control", "load", path, own, layers, rank, sharers)
+        calls = [
+            self.actors[rank].start("control", "make_worker", path, own, layers, rank, sharers)
             for rank, layers in enumerate(stage_layers(path, config))
         ]
-        self.model = ModelInfo.of(gather(loads, limit))
+        self.model = ModelInfo.of(gather(calls, limit))
         self.collective_rpc("initialize_cache", self.model.num_blocks, timeout=limit)
         head, *stages = self.actors
         if stages:

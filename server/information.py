@@ -43,7 +43,7 @@ async def health(server: Served) -> Response:
     state = server.engine.state.name
     if state in ("stopping", "asleep"):
         return problem(503, f"the server is {state}")
-    if not server.load().kv_blocks_total:
+    if not server.stats().kv_blocks_total:
         return problem(503, "no replica serves now")
     return await liveness(server)
 
@@ -69,19 +69,19 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The gauges and counters as of now."""
-        load = self.service.load()
+        stats = self.service.stats()
         engine = self.service.engine
-        usage = load.kv_blocks_used / max(load.kv_blocks_total, 1)  # 0: no replica serves
+        usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)  # 0: no replica serves
         rows = (
-            (GaugeMetricFamily, "requests_running", "Sequences that run", load.num_running),
-            (GaugeMetricFamily, "requests_waiting", "Sequences that wait", load.num_waiting),
+            (GaugeMetricFamily, "requests_running", "Sequences that run", stats.num_running),
+            (GaugeMetricFamily, "requests_waiting", "Sequences that wait", stats.num_waiting),
             (GaugeMetricFamily, "kv_cache_usage_ratio", "Part of the KV cache in use", usage),
-            (GaugeMetricFamily, "weight_version", "Weight updates so far", load.weight_version),
+            (GaugeMetricFamily, "weight_version", "Weight updates so far", stats.weight_version),
             (GaugeMetricFamily, "paused", "1 while generation is paused", engine.state.paused),
-            (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", load.prompt_tokens_computed),
-            (CounterMetricFamily, "generation_tokens", "Tokens sampled", load.generation_tokens),
-            (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", load.prefix_hit_tokens),
-            (CounterMetricFamily, "preemptions", "Sequences whose KV was taken for others", load.preemptions),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_computed),
+            (CounterMetricFamily, "generation_tokens", "Tokens sampled", stats.generation_tokens),
+            (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens in the cache", stats.prefix_hit_tokens),
+            (CounterMetricFamily, "preemptions", "Sequences whose KV was taken for others", stats.preemptions),
         )
         for family, name, text, value in rows:
             yield family(f"samebits_{name}", text, float(value))
@@ -89,9 +89,9 @@ class Metrics:
         method = method if isinstance(method, str) else "callable"
         for family, name, text, label, values in (
             (CounterMetricFamily, "samples_finished", "Samples by finish reason", "reason", engine.finished),
-            (CounterMetricFamily, "draft_tokens", "Tokens drafted", "method", {method: load.draft_tokens}),
-            (CounterMetricFamily, "accepted_tokens", "Drafted and sampled", "method", {method: load.accepted_tokens}),
-            (GaugeMetricFamily, "tokens_per_step", "Tokens of a step", "method", {method: load.tokens_per_step}),
+            (CounterMetricFamily, "draft_tokens", "Tokens drafted", "method", {method: stats.draft_tokens}),
+            (CounterMetricFamily, "accepted_tokens", "Drafted and sampled", "method", {method: stats.accepted_tokens}),
+            (GaugeMetricFamily, "tokens_per_step", "Tokens of a step", "method", {method: stats.tokens_per_step}),
         ):
             labelled = family(f"samebits_{name}", text, labels=[label])
             for kind, value in sorted(values.items()):
@@ -172,7 +172,7 @@ async def server_info(server: Served):
         "max_running_requests": config.max_num_seqs * config.replicas,
         "context_length": llm.max_model_len, "weight_version": server.updates.label, "logprobs_mode": LOGPROBS_MODE,
         "contract": server.contract_hash, "engine": "samebits", "control_port": server.guard.control_port,
-        "limits": asdict(server.engine.limits), "stats": asdict(server.load()),
+        "limits": asdict(server.engine.limits), "stats": asdict(server.stats()),
     })  # fmt: skip
 
 
@@ -188,14 +188,14 @@ async def health_generate(server: Served):
 @router.get("/get_load")
 async def loads(server: Served):
     """The load now; `include` is taken as "all"."""
-    load = server.load()
-    blocks = max(load.kv_blocks_total, 1)  # there are none while no replica serves
+    stats = server.stats()
+    blocks = max(stats.kv_blocks_total, 1)  # there are none while no replica serves
     core = {
-        "dp_rank": 0, "num_running_reqs": load.num_running, "num_waiting_reqs": load.num_waiting,
-        "num_total_reqs": load.num_running + load.num_waiting, "token_usage": load.kv_blocks_used / blocks,
-        "kv_cache_bytes_used": load.kv_blocks_used * (load.kv_cache_bytes // blocks),
+        "dp_rank": 0, "num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting,
+        "num_total_reqs": stats.num_running + stats.num_waiting, "token_usage": stats.kv_blocks_used / blocks,
+        "kv_cache_bytes_used": stats.kv_blocks_used * (stats.kv_cache_bytes // blocks),
     }  # fmt: skip
-    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(load)})
+    return reply({"timestamp": time.time(), "loads": [core], **core, "engine": asdict(stats)})
 
 
 @router.get("/v1/models")

@@ -48,7 +48,7 @@ class Service:
         if name is not None and name not in (self.model_name, "default"):
             raise HTTPException(404, f"the model {name!r} is not served here; this is {self.model_name!r}")
 
-    def load(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """The numbers of what runs and waits, and of what it holds."""
         stats = self.llm.stats()
         waiting = max(0, self.engine.num_sequences - stats.num_running)  # also what the engine hasn't seen yet

@@ -26,7 +26,7 @@ class Client:
     """A replica that notes what it gets, and that requests of one id can't be pickled for."""
 
     index = 0
-    load = 0
+    num_unfinished = 0
 
     def __init__(self, refused: str = ""):
         self.refused = refused

@@ -123,7 +123,7 @@ def test_tokens_that_nobody_waits_for_are_reported_seldom(paths, expected, monke
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)  # a host ignores SIGTERM; this process goes on taking it
         far = replica.Host()
-    info = ModelInfo.of([far.load(paths[0], config, None, 0, 1)])
+    info = ModelInfo.of([far.make_worker(paths[0], config, None, 0, 1)])
     far.call("initialize_cache", info.num_blocks)
     far.start(paths[0], config, info, [])
     llm = LLM(paths[0], **SMALL)

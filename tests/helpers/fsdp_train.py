@@ -89,7 +89,7 @@ def fit_in_parts(config: TrainConfig, out_file: str) -> None:
         for stop in stops:
             trainer = Trainer(replace(config, output_dir=folder, steps=stop), make_task("arithmetic"))
             trainer.worker.task.reward = lambda problem, text: sum(map(ord, text)) % 7 / 7
-            assert trainer.load() == (stop != stops[0])
+            assert trainer.resume() == (stop != stops[0])
             trainer.fit(log.append)
         validation = trainer.evaluate(3)
         found.append((log, validation, {n: p.full_tensor().detach() for n, p in trainer.model.named_parameters()}))
@@ -131,7 +131,7 @@ def fail_alone(config: TrainConfig, out_file: str) -> None:
     attempt(trainer.sync)
     versions = [trainer.llm.weight_version]
     trainer.llm.engine.__dict__.pop("begin_weight_update", None)
-    attempt(trainer.load)
+    attempt(trainer.resume)
     versions.append(trainer.llm.weight_version)
     attempt(trainer.step)
     every: list = [None] * trainer.world

@@ -69,7 +69,7 @@ class Trainer:
     """Call `step()` again and again, or `fit()`. Every rank makes one, with an engine of its own (data parallel).
 
     llm: this rank's engine, instead of one made from the configuration; with a `samebits.integrations.RemoteEngine` it
-    is in another process. It gets the trainer's weights at once. `load()` resumes.
+    is in another process. It gets the trainer's weights at once. `resume()` goes on with an earlier run.
     """
 
     def __init__(self, config: TrainConfig, task: Task, llm: LLM | None = None):
@@ -128,8 +128,8 @@ class Trainer:
 
         Raises NumericsError, before the optimizer moves, when a log-prob isn't the rollout's or a rollout isn't of the
         weights that it should be; RewardError, after which the step may be tried again; FloatingPointError for a
-        gradient that isn't finite. After the others, `load()`. Where there is nothing to learn (all advantages 0 and no
-        KL), nothing moves.
+        gradient that isn't finite. After the others, `resume()`. Where there is nothing to learn (all advantages 0 and
+        no KL), nothing moves.
         """
         config = self.config
         self.optimizer.zero_grad()  # an earlier step may have failed
@@ -337,7 +337,7 @@ class Trainer:
         with together():
             newest = latest(self.config.output_dir) if self.config.output_dir else None
             if newest is not None and step_of(newest) > self.steps_done:
-                raise ValueError(f"{newest} is of a run that is further: load() it, or choose another output_dir")
+                raise ValueError(f"{newest} is of a run that is further: call resume(), or choose another output_dir")
         while self.steps_done < self.config.steps:
             metrics = self.step()
             due = self.config.save_every and self.steps_done % self.config.save_every == 0
@@ -363,8 +363,8 @@ class Trainer:
         }
         save_checkpoint(self.config.output_dir, self.steps_done, self.model, self.optimizer, state, self.config.keep)
 
-    def load(self) -> bool:
-        """Resume from the newest checkpoint in `output_dir`; False without one.
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint in `output_dir`; False without one.
 
         Bit for bit what an uninterrupted run would have done, with the same configuration and number of ranks and with
         staleness 0 (groups that were on their way start anew); a changed configuration is a warning. NumericsError for

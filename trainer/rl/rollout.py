@@ -89,7 +89,7 @@ class RolloutWorker:
         wanted = {g for g in range(first, last) if g % self.world == self.rank}
         while not wanted <= self._finished.keys():
             if not self._running:
-                raise RuntimeError(f"groups {first} to {last - 1} went to a step that failed: load() to go on")
+                raise RuntimeError(f"groups {first} to {last - 1} went to a step that failed: resume() to go on")
             for output in self.llm.step():
                 if output.finished and output.request_id in self._running:
                     self._finish(output)

@@ -43,7 +43,7 @@ def test_steps_are_exact_and_resume_to_the_bit(tiny, tmp_path):
     assert all(m["max_difference"] == 0 and m["compared_tokens"] > 0 and m["grad_norm"] > 0 for m in steps)
     trainer_of(tiny, output_dir=tmp_path, steps=2, **settings).fit()
     resumed = trainer_of(tiny, output_dir=tmp_path, steps=4, **settings)
-    assert resumed.load()
+    assert resumed.resume()
     assert [resumed.step()["reward"] for _ in range(2)] == [m["reward"] for m in steps[2:]]
     assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(resumed).values(), strict=True))
 

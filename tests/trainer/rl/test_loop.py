@@ -258,7 +258,7 @@ def test_six_steps_at_once_are_three_and_three_after_a_restart(tiny, tmp_path, c
     def run(folder, stops):
         for stop in stops:
             trainer = Trainer(config_of(tiny, steps=stop, output_dir=folder, **changes), Digits())
-            assert trainer.load() == (stop != stops[0])
+            assert trainer.resume() == (stop != stops[0])
             seen = []
             trainer.fit(seen.append)
         optimizer = [v for s in trainer.optimizer.state.values() for v in s.values()]
@@ -441,7 +441,7 @@ def test_a_checkpoint_before_the_first_update_changes_nothing_and_loads(tiny, tm
     first.fit()
     resumed, plain = Trainer(config_of(tiny, **changes), Digits()), Trainer(config_of(tiny), Digits())
     with pytest.warns(UserWarning, match="task"):
-        assert resumed.load()
+        assert resumed.resume()
     plain.steps_done = 1
     plain.worker.restart(3)
     for trainer in (first, resumed, plain):
@@ -462,15 +462,15 @@ def test_after_a_difference_a_step_needs_a_load(tiny, tmp_path):
     trainer = Trainer(config_of(tiny, output_dir=tmp_path, steps=1, sleep=True), Digits())
     trainer.fit()
     plain = Trainer(config_of(tiny, output_dir=tmp_path, sleep=True), Digits())
-    assert plain.load()
+    assert plain.resume()
     norm = faults.model_of(trainer.llm).model.norm.weight
     with torch.no_grad():
         norm *= 1.0001
     with pytest.raises(NumericsError):
         trainer.step()
-    with pytest.raises(RuntimeError, match=r"groups 3 to 5 went to a step that failed: load\(\) to go on"):
+    with pytest.raises(RuntimeError, match=r"groups 3 to 5 went to a step that failed: resume\(\) to go on"):
         trainer.step()
-    assert trainer.load()  # and that brings the engine's weights back
+    assert trainer.resume()  # and that brings the engine's weights back
     trainer.step(), plain.step()
     assert equal(weights(trainer), weights(plain))
 
@@ -547,7 +547,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tiny, tmp_path, monkeypatch)
             trainer.save()
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     fresh = Trainer(config_of(tiny, output_dir=tmp_path), Digits())
-    assert fresh.load() and fresh.steps_done == 1
+    assert fresh.resume() and fresh.steps_done == 1
     trainer.save()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
@@ -559,7 +559,7 @@ def test_a_checkpoint_of_another_contract_is_refused_by_its_field(tiny, tmp_path
     state["contract"]["attention"] = "another tree"
     file.write_text(json.dumps(state))
     with pytest.raises(NumericsError, match=r"attention.*another tree"):
-        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
+        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).resume()
 
 
 def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(tiny, tmp_path):
@@ -567,33 +567,33 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(tiny, tmp_pat
     wide = tmp_path / "wide"
     make_tiny_model(wide, Digits.alphabet, **{**SIZES, "hidden_size": 64})
     with pytest.raises(CheckpointError, match="can't be loaded"):
-        Trainer(config_of(str(wide), output_dir=tmp_path), Digits()).load()
+        Trainer(config_of(str(wide), output_dir=tmp_path), Digits()).resume()
     for file in (tmp_path / "step-000001").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="can't be loaded"):
-        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
+        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).resume()
 
 
 def test_a_changed_configuration_is_named_when_a_run_resumes(tiny, tmp_path, recwarn):
     Trainer(config_of(tiny, output_dir=tmp_path, steps=1), Digits()).fit()
-    assert Trainer(config_of(tiny, output_dir=tmp_path, steps=9, check="first"), Digits()).load()
+    assert Trainer(config_of(tiny, output_dir=tmp_path, steps=9, check="first"), Digits()).resume()
     assert not [w for w in recwarn if "another configuration" in str(w.message)]
     changed = Trainer(config_of(tiny, output_dir=tmp_path, weight_decay=0.5, algorithm="rloo"), Digits())
     with pytest.warns(UserWarning, match=r"algorithm 'grpo' -> 'rloo', weight_decay 0\.0 -> 0\.5$"):
-        changed.load()
+        changed.resume()
     changed.step()
     assert changed.optimizer.param_groups[0]["weight_decay"] == 0.5, "the new settings are in force"
     other = Trainer(config_of(tiny, output_dir=tmp_path), Broken(ValueError()))
     with pytest.warns(UserWarning, match="task {'class': 'Digits'} -> {'class': 'Broken'}"):
-        other.load()
+        other.resume()
     (tmp_path / "step-000001" / "trainer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"trainer\.json lacks config, contract, loss_scale, step"):
-        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).load()
+        Trainer(config_of(tiny, output_dir=tmp_path), Digits()).resume()
 
 
 def test_a_new_run_does_not_write_among_the_checkpoints_of_a_longer_one(tiny, tmp_path):
     Trainer(config_of(tiny, output_dir=tmp_path, steps=2), Digits()).fit()
-    with pytest.raises(ValueError, match=r"step-000002 is of a run that is further: load\(\) it"):
+    with pytest.raises(ValueError, match=r"step-000002 is of a run that is further: call resume\(\), or"):
         Trainer(config_of(tiny, output_dir=tmp_path, steps=1), Digits()).fit()
 
 

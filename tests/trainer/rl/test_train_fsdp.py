@@ -79,7 +79,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(results, tiny):
         TrainConfig(model=tiny, output_dir=folder / "2", engine={"kv_cache_memory_bytes": 2**21}),
         make_task("arithmetic"),
     )
-    assert trainer.load() and trainer.steps_done == 1
+    assert trainer.resume() and trainer.steps_done == 1
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter.full_tensor(), found[2]["weights"][name])
 
@@ -113,17 +113,17 @@ def test_a_killed_worker_ends_the_launcher_and_the_last_checkpoint_loads(tiny, t
         TrainConfig(model=tiny, output_dir=tmp_path / "run", engine={"kv_cache_memory_bytes": 2**21}),
         make_task("arithmetic"),
     )
-    assert trainer.load() and trainer.steps_done == 2
+    assert trainer.resume() and trainer.steps_done == 2
 
 
 def test_where_one_rank_fails_alone_the_other_learns_of_it_and_both_go_on(tiny, tmp_path):
     (first, old), (second, new) = trained(2, tiny, tmp_path / "run", "fail_alone", steps=1)
     assert new[0] == old[0] + 1 and new[1] == old[1] > new[0], "ranks are at one version again"
     for seen in (first, second):
-        evaluate, step, save, weights, again, sync, load, after = seen
+        evaluate, step, save, weights, again, sync, resume, after = seen
         assert all("division by zero" in problem for problem in (evaluate, step, sync))
         assert all("No space left on device" in problem for problem in (save, weights))
-        assert again is None and load is None and after is None
+        assert again is None and resume is None and after is None
     assert "rank 1 failed: ZeroDivisionError" in first[0] and "rank 0 failed: OSError" in second[3]
 
 
