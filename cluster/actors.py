@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from torch import Tensor
@@ -17,6 +17,9 @@ from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from .ray_cluster import ReplicaPlacement, check_connected
 
+if TYPE_CHECKING:
+    from ray import ObjectRef, ObjectRefGenerator
+
 # Each group has its own thread in an actor, which executes its calls in order: steps; what is done between steps; what
 # a worker does beside steps; and a call that lasts as long as the process.
 GROUPS = ("steps", "control", "weights", "life")
@@ -25,10 +28,10 @@ BUCKETS_UNDER_WAY = 4
 
 
 class RemoteCall(NamedTuple):
-    """A result to come. name: of the actor that was called; ref: Ray's reference to the result, or to many."""
+    """A result to come. name: of the actor that was called; ref: Ray's reference to the result."""
 
     name: str
-    ref: Any
+    ref: ObjectRef
 
     def result(self, timeout: float) -> Any:
         """Wait for the result and return it.
@@ -57,11 +60,15 @@ class Actor:
         remote_kind = remote(concurrency_groups=dict.fromkeys(GROUPS, 1))(kind)
         self.handle = remote_kind.options(**placement.options(bundle)).remote()
 
-    def start(self, group: str, method: str, *args: Any, **options: Any) -> RemoteCall:
-        """Start a method of the actor and return the call; those of a group are executed in order. options: Ray's."""
+    def start(self, group: str, method: str, *args: Any) -> RemoteCall:
+        """Start a method of the actor and return the call; those of a group are executed in order."""
         check_connected()
-        remote = getattr(self.handle, method).options(concurrency_group=group, **options).remote
-        return RemoteCall(self.name, remote(*args))
+        return RemoteCall(self.name, getattr(self.handle, method).options(concurrency_group=group).remote(*args))
+
+    def stream(self, group: str, method: str, *args: Any) -> ObjectRefGenerator:
+        """Start a generator of the actor and return what yields references to its results, one by one."""
+        check_connected()
+        return getattr(self.handle, method).options(concurrency_group=group, num_returns="streaming").remote(*args)
 
     def call(self, method: str, *args: Any) -> RemoteCall:
         """Start a method of the actor's worker and return the call."""

@@ -62,7 +62,7 @@ class ReplicaClient(RemoteWorkers):
         if stages:
             self.collective_rpc("connect", *head.call("listen").result(limit))
         self.stats, self.capacity = head.start("control", "start", path, config, self.model, stages).result(limit)
-        self._reports = head.start("steps", "run", num_returns="streaming").ref
+        self._reports = head.stream("steps", "run")
         self._lives = [stage.start("life", "live").ref for stage in stages]
 
     def command(self, method: str, *args: Any, timeout: float = 0.0) -> RemoteCall:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..engine.config import EngineConfig
 from ..engine.engine import MEMORY_TAGS, WorkerEngine
@@ -42,6 +42,7 @@ from .replica import ReplicaReport
 from .replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_STARTS = 3  # in a row that may fail
 POLL = 0.1  # seconds that a step waits for reports
@@ -156,12 +157,12 @@ class ReplicatedEngine(WorkerEngine):
         one.status = "serving"
         return client
 
-    def _ask(self, function: Callable, *args: Any) -> Any:
+    def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """Have the driving thread call a function, and return the result.
 
         Raises what the function raises, or WorkerError where the engine is closed.
         """
-        answer: Future[Any] = Future()
+        answer: Future[T] = Future()
 
         def call() -> None:
             try:

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 class Tokenizer(Protocol):
     """The methods of transformers' tokenizers that the engine and the server need."""
 
+    def __hash__(self) -> int:
+        """Tokenizers are keys of caches."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
 

@@ -78,6 +78,7 @@ class Sample(Sequence):
         """Make the constraint of structured_outputs, where the request has any and it wasn't made yet."""
         grammar = self.request.params.structured_outputs
         if grammar is not None and self.constraint is None:
+            assert tokenizer is not None, "the input processor lets no grammar pass without one"
             self.constraint = Constraint(grammar, tokenizer, self.request.vocab_size, self.request.eos_token_ids)
             for token in self.completion_token_ids:  # sampled by another replica
                 self.constraint.advance(token)

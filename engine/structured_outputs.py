@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from .detokenizer import Tokenizer
+
 _compiling = threading.Lock()
 
 
@@ -61,7 +63,8 @@ class StructuredOutputsParams:
             return "choice", json.dumps([*self.choice])
         if self.json:
             return "json", self.json if isinstance(self.json, str) else json.dumps(self.json)
-        kind, text = ("regex", self.regex) if self.regex else ("grammar", self.grammar)
+        kind = "regex" if self.regex else "grammar"
+        text = self.regex or self.grammar
         if not isinstance(text, str):
             raise GrammarError(f"{kind} must be a string, got {text!r}")
         return kind, text
@@ -75,7 +78,7 @@ class Constraint:
     large one takes a second, once.
     """
 
-    def __init__(self, params: StructuredOutputsParams, tokenizer: Any, vocab_size: int, eos: Sequence[int]):
+    def __init__(self, params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]):
         with _compiling:  # of threads that ask for the same grammar, one compiles it
             matcher, self.mask = _beginning(params.source, tokenizer, vocab_size, (*eos,))
             self._matcher = matcher.deep_copy()
@@ -100,7 +103,7 @@ class Constraint:
 
 @functools.lru_cache(maxsize=16)
 def _beginning(
-    source: tuple[Any, str], tokenizer: Any, vocab_size: int, eos: tuple[int, ...]
+    source: tuple[Any, str], tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]
 ) -> tuple[Any, np.ndarray]:
     """Return a grammar's matcher, to be copied, and its first mask."""
     from llguidance import LLMatcher, grammar_from
@@ -123,11 +126,12 @@ def _allowed(matcher: Any) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def grammar_tokenizer(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
+def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]) -> Any:
     """Return llguidance's form of a tokenizer. Takes about a second, once. GrammarError where it has none."""
     from llguidance.hf import from_tokenizer
 
+    fast: Any = tokenizer  # or the library refuses it
     try:
-        return from_tokenizer(tokenizer, vocab_size, [*eos])
+        return from_tokenizer(fast, vocab_size, [*eos])
     except Exception as error:  # the library raises many kinds
         raise GrammarError(f"structured_outputs can't be had with this model's tokenizer: {error}") from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.detokenizer import Tokenizer
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import Constraint
 from ..kernels import ops
@@ -35,7 +36,7 @@ def token_logprobs(
     return_router_loss: bool = False,
     chunk: int | None = None,
     forward: Callable | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     routed_experts: Sequence[np.ndarray | Tensor | None] | None = None,
 ) -> Tensor | list[Tensor] | tuple:
     """Log-prob of each token given those before it; differentiable, and equal to the engine's, as bits.
@@ -161,7 +162,7 @@ class PackedBatch:
         params: SamplingParams,
         chunk: int,
         forward: Callable | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         router_loss: bool = False,
     ) -> tuple[ops.TokenLogprobs, Tensor | None]:
         """Return the log-probs of the tokens after those in `index`, from `chunk` rows of logits at a time.
@@ -206,7 +207,7 @@ def exact_head(model: PreTrainedModel) -> LMHead:
 
 
 def _masks(
-    model: PreTrainedModel, params: SamplingParams, tokenizer: Any, completion: list[int]
+    model: PreTrainedModel, params: SamplingParams, tokenizer: Tokenizer | None, completion: list[int]
 ) -> list[np.ndarray | None]:
     """The mask that each token of a completion was sampled under."""
     vocab = model.config.vocab_size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.detokenizer import Tokenizer
 from ..engine.sampling_params import SamplingParams
 from ..kernels import ops
 from .logprobs import PackedBatch
@@ -27,7 +28,7 @@ def rescore(
     sampling_params: SamplingParams | None = None,
     max_num_batched_tokens: int = 4096,
     share_prefixes: bool = True,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     routed_experts: Iterable[np.ndarray | Tensor | None] | None = None,
     note_experts: bool = False,
 ) -> Iterator[tuple[Tensor, ...]]:
