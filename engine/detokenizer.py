@@ -51,7 +51,8 @@ class TextStream:
         text = self._decode(token_ids[self._known :])
         if len(text) > len(context) and not text.endswith("\ufffd"):  # U+FFFD: the bytes of a character, incomplete
             self.text += text[len(context) :]
-            self._known, self._read = self._read, len(token_ids)
+            self._known = self._read
+            self._read = len(token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens) if token_ids else ""

@@ -224,7 +224,8 @@ class Request:
     def _completion(self, sample: Sample, tokenizer: Tokenizer | None, delta: bool) -> Completion:
         params = self.params
         text = self._text(sample, tokenizer)
-        start, chars = (sample.reported, sample.reported_chars) if delta else (0, 0)
+        start = sample.reported if delta else 0
+        chars = sample.reported_chars if delta else 0
         sampled = sample.sampled[start:]
         if delta:
             sample.reported = len(sample.sampled)

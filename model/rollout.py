@@ -404,7 +404,8 @@ def fuse(model: PreTrainedModel, run: Callable[[], object]) -> None:
         routed = router.routing
         if call.args and routed.top_k < routed.num_experts:  # else the sum of all is 1, but for rare roundings
             call = _with_even_scores(call)
-            _fuse_if_equal(router, FusedRouter, call) or _fuse_if_equal(router, PlainRouter, call)
+            if not _fuse_if_equal(router, FusedRouter, call):
+                _fuse_if_equal(router, PlainRouter, call)
     for mixture in filter(calls.get, mixtures):
         _fuse_if_equal(mixture, FusedMixture, calls[mixture])
     for layer in base.layers:

@@ -110,7 +110,8 @@ class Pool:
         self._new.append(rollout)
         if _count(self._new) < PART:
             return
-        texts, self._new = self._new, []
+        texts = self._new
+        self._new = []
         while self._parts and _count(self._parts[-1][1]) <= _count(texts) < MAX_PART:
             texts = self._parts.pop()[1] + texts
         self._parts.append((StillIndex([self._length], texts), texts))

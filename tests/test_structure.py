@@ -7,6 +7,8 @@ import pathlib
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from samebits.garbage import without_collections
 
 import loc
@@ -84,16 +86,53 @@ def test_no_files_import_each_other_in_a_circle():
     assert not arrows, "a circle leads through some of these"
 
 
+def branches(value: ast.expr) -> list[ast.expr]:
+    """What an expression may be: the branches of a conditional one, or itself."""
+    return [*branches(value.body), *branches(value.orelse)] if isinstance(value, ast.IfExp) else [value]
+
+
+def assignments_of_several(source: str) -> list[int]:
+    """The lines that assign values to as many targets, and aren't a swap or a rotation."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            targets = [target for target in node.targets if isinstance(target, ast.Tuple | ast.List)]
+            values = branches(node.value)
+            if targets and all(isinstance(value, ast.Tuple | ast.List) for value in values):
+                names = [{ast.unparse(each) for each in part.elts} for part in (*targets, *values)]
+                if any(each != names[0] for each in names):
+                    found.append(node.lineno)
+    return found
+
+
 def test_no_statement_assigns_two_values_but_to_swap():
     """Kernels aside, where a pair of accumulators begins together."""
     found = []
     for module, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())) if module.split(".")[0] != "kernels" else ():
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.targets) == 1:
-                read = {ast.unparse(part) for value in node.value.elts for part in ast.walk(value)}
-                if isinstance(node.targets[0], ast.Tuple) and not read & set(map(ast.unparse, node.targets[0].elts)):
-                    found.append(f"{module}, line {node.lineno}")
+        if module.split(".")[0] != "kernels":
+            found += [f"{module}, line {number}" for number in assignments_of_several(file.read_text())]
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("line", "several"),
+    [
+        ("a, b = 1, 2", True),
+        ("a, b = c, []", True),
+        ("a, self.b = self.b, []", True),  # reads what it assigns, and yet is no swap
+        ("a, b = b, a + b", True),
+        ("a, b = (1, 2) if c else (3, 4)", True),
+        ("a, b = f() if c else (3, 4) if d else (5, 6)", False),  # it may unpack what f gave
+        ("a, b = (1, 2) if c else (3, 4) if d else (5, 6)", True),
+        ("a, b = b, a", False),
+        ("a[i], a[j], c = a[j], c, a[i]", False),
+        ("a, b = f()", False),
+        ("a, *b = c", False),
+        ("a = 1, 2", False),
+    ],
+)
+def test_an_assignment_of_several_values_is_told_from_a_swap_and_an_unpacking(line, several):
+    assert bool(assignments_of_several(line)) == several
 
 
 def test_the_garbage_collector_is_off_until_the_last_block_ends_and_then_what_it_was():

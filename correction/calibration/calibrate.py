@@ -114,8 +114,9 @@ def _compare(
     ours, unit = traces.units()
     theirs, true_unit = truth.units()
     paired = traces.groups is not None and truth.groups is not None and torch.equal(ours, theirs)
-    place, count = _merged(len(ours), 0)
-    true_place, true_count = (place, count) if paired else _merged(len(theirs), 1)
+    merged = _merged(len(ours), 0)
+    place, count = merged
+    true_place, true_count = merged if paired else _merged(len(theirs), 1)
     sequences = traces.logprobs.num_sequences
     size = exact.abs().max().clamp_min(1e-300)  # rewards of any size: only relations between gradients count
 

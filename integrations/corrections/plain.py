@@ -43,7 +43,8 @@ def in_words(correction: Correction) -> str:
         said.append(f"multiplies a token's loss by {whose} probability ratio {weight.statistic.ratio}, {beyond} {ends}")
     for gate in correction.gates:
         of = gate.statistic
-        what, how = ("tokens", "") if of.per_token else ("sequences", f"{of.aggregate} of ")
+        what = "tokens" if of.per_token else "sequences"
+        how = "" if of.per_token else f"{of.aggregate} of "
         ends = " or ".join(f"{sign} {b:.4g}" for sign, b in (("<", gate.low), (">", gate.high)) if b is not None)
         side = {"any": "", "negative": " and A < 0", "outward": " on A's side"}[gate.side]
         said.append(f"drops {what} where the {how}{of.kernel} of {of.ratio} is {ends}{side}")

@@ -193,7 +193,10 @@ def is_proven(backward: Any, device: torch.device, dtype: torch.dtype, group: in
 
     backward: called as `_triton_backward`.
     """
-    lengths, heads, window, scale = [700, 1, 333], 2 * group, 200 if windowed else 0, dim**-0.5
+    lengths = [700, 1, 333]
+    heads = 2 * group
+    window = 200 if windowed else 0
+    scale = dim**-0.5
     numbers = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
         torch.randn(sum(lengths), h, dim, generator=numbers, device=device).to(dtype) for h in (heads, 2, 2, heads)
