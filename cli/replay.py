@@ -22,7 +22,10 @@ SHOWN = ("mean_abs", "k3", "max_abs", "chi2_token", "chi2_sequence")  # of a mis
 
 
 class RoutingDiagnosis:
-    """Accumulates batches of tokens. layers: the numbers of those that have experts, in the whole model."""
+    """How far two choices of experts agree, counted over batches of tokens.
+
+    layers: the numbers of those that have experts, in the whole model.
+    """
 
     def __init__(self, layers: Sequence[int]):
         self.layers = list(layers)

@@ -11,7 +11,7 @@ MAX_ENTRIES = 2**16
 
 
 class PrefixAffinity:
-    """Remembers for the starts of prompts the replica that got them last."""
+    """A memory of which replica got each start of a prompt last."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's start -> number of a replica

@@ -31,7 +31,7 @@ class Assignment:
 
 
 class Dispatcher:
-    """Gives an engine's requests to its replicas, and to others when one dies.
+    """What gives an engine's requests to its replicas, and to others when one dies.
 
     events: what the thread that drives the engine is to call. serving: the replicas that take requests. assigned: by
     the serial numbers that the requests got with their assignments.

@@ -20,7 +20,7 @@ AllReduce = Callable[[Tensor], Tensor]  # the sum of a tensor over data-parallel
 
 @dataclass(frozen=True)
 class Weight:
-    """Multiplies the loss by the ratio exp(statistic); the statistic's kernel is "log_ratio".
+    """A factor of the loss: the ratio exp(statistic). The statistic's kernel is "log_ratio".
 
     low, high: bounds of the ratio, each side open where None. outside: what becomes of a ratio outside them: "clip" to
     the bound (truncated importance sampling), "zero" (masked importance sampling), or "keep" as it is, so that the
@@ -66,7 +66,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Gate:
-    """Keeps tokens, or whole sequences for a statistic per sequence, with low <= statistic <= high.
+    """A condition on which tokens, or whole sequences for a statistic per sequence, are kept: low <= statistic <= high.
 
     Bounds are on the statistic as named; `Gate.on_ratio` takes them for the ratio instead. side: "negative" drops
     tokens with A < 0 only; "outward" holds A > 0 against the upper bound and the others against the lower one, so that

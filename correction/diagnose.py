@@ -40,7 +40,9 @@ def predicted_chi2(k3: float, length: float) -> float:
 
 
 class Diagnosis:
-    """Accumulates batches; all state is sums, counts and extremes, so that ranks can each do a part and `all_reduce`.
+    """The mismatch of two policies, over all batches that were added.
+
+    All state is sums, counts and extremes, so that ranks can each do a part and `all_reduce`.
 
     With `ratio` "above/below", d = log above - log below, and expectations are over `below`, which sampled the tokens:
     mean k1, k2 and k3 estimate KL(below || above). chi2 and ESS are of the weights above / below, self-normalised.

@@ -59,9 +59,11 @@ class _Kind(NamedTuple):
 
 
 class StepGraphs:
-    """Runs steps of up to MOST_TOKENS tokens, rounded up to a bucket. The rows that are too many have no sequence,
-    write nothing and are read by nobody. Steps that decode alone have graphs of their own, so do those that read
-    once what sequences share. Others share prompts' tokens out to the same small tiles, unless they have many.
+    """The graphs for steps of up to MOST_TOKENS tokens, rounded up to a bucket.
+
+    The rows that are too many have no sequence, write nothing and are read by nobody. Steps that decode alone have
+    graphs of their own, so do those that read once what sequences share. Others share prompts' tokens out to the same
+    small tiles, unless they have many.
 
     All have the same tensors for what they get and return, and each its own for numbers, int32: positions, slot mapping
     and block table starts of its tokens, then items, then block tables.

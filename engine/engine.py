@@ -20,7 +20,7 @@ MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class Engine(ABC):
-    """Serves requests: one replica (`EngineCore`), many (`samebits.cluster`), or a server elsewhere (`RemoteEngine`).
+    """What serves requests: one replica (`EngineCore`), many (`samebits.cluster`), or a server (`RemoteEngine`).
 
     Requests go in by `add_request`. `step` puts each that got a token or ended into `outbox`, from which the caller
     takes it; nothing else carries results. What is wrong with a request ends that request alone; what breaks the engine

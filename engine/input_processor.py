@@ -23,7 +23,9 @@ _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 
 @dataclass
 class InputProcessor:
-    """Checks and tokenises prompts. Holds no state of the engine: threads may each use one with their own tokenizer.
+    """What checks and tokenises prompts.
+
+    It holds no state of the engine: threads may each use one with their own tokenizer.
 
     where: what to call the model in errors.
     """

@@ -37,7 +37,7 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Speaks to `samebits serve` at `url`. On its machine, control calls go to its control port, if it has one.
+    """A client of `samebits serve` at `url`. On its machine, control calls go to its control port, if it has one.
 
     contract: the numerics that the server must have: a `Contract`, its hash, or None to take the server's. A different
     one is a NumericsError at once. key: the API key, or the admin key where control routes need it. timeout: seconds

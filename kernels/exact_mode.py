@@ -27,7 +27,7 @@ class UnsupportedOpError(NotImplementedError):
 
 @dataclass(frozen=True)
 class Routing:
-    """Marks a router's choice: the `topk` of [T, num_experts] with k = top_k.
+    """How a router chooses: by the `topk` of [T, num_experts] with k = top_k.
 
     choose: is shown the router's own choice, ids int64 [T, k], each row ascending, and returns None to leave it, or
     other ids to use, int64 [T, k] in any order, each expert at most once per row. They are then sorted, and values are

@@ -62,7 +62,7 @@ class UnderMode(nn.Module):
 
 
 class OpTrace(TorchDispatchMode):
-    """Notes the ops, by the module that calls them, whose bits may depend on more than their own arguments' values.
+    """A record of the ops, by calling module, whose bits may depend on more than their own arguments' values.
 
     modules: those of the model; a module that one of them makes for a call counts as its own code.
     """

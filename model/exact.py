@@ -47,7 +47,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static ones: a table ent
 
 @dataclass
 class LogprobRequest:
-    """Asks for log-probs of `targets` int64 [R] after the rows `index` int64 [R] of a packed batch, not for logits.
+    """A request for log-probs of `targets` int64 [R] after rows `index` int64 [R] of a packed batch, not for logits.
 
     router_loss: and then for the routers' load-balancing loss, too.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Places:
-    """Notes where its methods find what they return, for `unchanged` to look there again."""
+    """A list of where its methods found what they returned, for `unchanged` to look there again."""
 
     def __init__(self) -> None:
         self._found: list[tuple[dict[str, Any], str, Any]] = []

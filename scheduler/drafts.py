@@ -153,10 +153,11 @@ class Record:
 
 
 class Speculator:
-    """Decides how many tokens to draft: as many as lower the time per token, by what rows cost and drafts have hit.
+    """What decides how many tokens to draft: as many as lower the time per token.
 
-    A call ends with its last sequence, so where sequences end at their limits those that lag are worth all of a step,
-    and those well ahead nothing. Where they end before, or others wait for their places, all are worth the same.
+    That depends on what rows cost and how many drafts were right. A call ends with its last sequence, so where
+    sequences end at their limits those that lag are worth all of a step, and those well ahead nothing. Where they end
+    before, or others wait for their places, all are worth the same.
 
     step_seconds: the time of a step by its number of rows. overlaps: steps do, so that who drafts misses two of them:
     it waits for its last token, and for what comes of the draft.

@@ -174,7 +174,7 @@ class Cursor:
 
 
 class SuffixDrafter:
-    """Drafts from the sequence itself and its prompt; `shared`: and from other rollouts.
+    """A drafter that looks in the sequence itself and its prompt; `shared`: and in other rollouts.
 
     lengths: of the runs that lead to a place, longest first. The prompt's places, old and new, go before those of other
     prompts, which only the longest runs lead to. Earlier rollouts are kept for at most `window` samples per prompt and

@@ -91,7 +91,7 @@ class Generation:
 
 
 class AsyncEngine:
-    """Admits, pauses and reports; `llm` belongs to its thread once `start` was called.
+    """An engine for coroutines: it admits, pauses and reports. `llm` belongs to its thread once `start` was called.
 
     limits: of each call, and of what may run and wait, if there are any; more of that is `UnavailableError`.
     """

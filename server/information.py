@@ -178,7 +178,7 @@ async def server_info(server: Served):
 
 @router.get("/health_generate")
 async def health_generate(server: Served):
-    """Answers when the engine's thread does, and could generate."""
+    """200 when the engine's thread answers and could generate."""
     await server.engine.call(lambda llm: None)
     ready = server.llm.ready
     return reply({"status": "ok" if ready else "the engine sleeps or has no weights"}, 200 if ready else 503)

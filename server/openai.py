@@ -114,7 +114,7 @@ class DetokenizeRequest(Body):
 
 
 class _Writer:
-    """Writes one call's choices, whole or as chunks."""
+    """The writer of one call's choices, whole or as chunks."""
 
     def __init__(self, server: Service, body: _Common, n: int, request_id: str, chat: Conversation | None = None):
         self.server = server
@@ -262,7 +262,7 @@ async def completions(body: CompletionRequest, server: Served):
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, server: Served):
-    """Answers a conversation, through the model's chat template or from token ids."""
+    """Answer a conversation, through the model's chat template or from token ids."""
     if body.top_logprobs and not body.logprobs:
         raise ValueError("top_logprobs needs logprobs=true")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -166,7 +166,7 @@ def version_spans(completion: Completion, label_of: Callable[[int | None], str])
 
 
 class FastRoute(APIRoute):
-    """Reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
+    """A route that reads JSON with orjson. abandons: end the work, waiting or running, when the client is gone."""
 
     abandons = False
 
@@ -315,7 +315,7 @@ async def _event_stream(generation: Generation, events: Events, last: Last) -> A
 
 
 class _Stream(StreamingResponse):
-    """Closes its generation even if the client is gone before the first byte."""
+    """A stream that closes its generation even if the client is gone before the first byte."""
 
     def __init__(self, body: AsyncIterator[bytes], generation: Generation):
         super().__init__(body, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,4 +1,4 @@
-"""Runs the HTTP server until a signal ends it."""
+"""The HTTP server, from its start to the signal that ends it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWITCH_INTERVAL = 5e-4  # seconds that the event loop may keep the engine's thre
 
 
 class Connection(HttpToolsProtocol):
-    """Ends a connection whose request has too long a head, or comes too slowly, or whose reply is not taken."""
+    """A connection that ends where a request has too long a head or comes too slowly, or a reply is not taken."""
 
     head = 0  # bytes that came since there was news of a body: of a head, of trailers, of what stands beside chunks
 
@@ -88,7 +88,7 @@ class Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Lets requests finish for `shutdown_timeout` seconds after a signal; a second signal aborts them."""
+    """A server that lets requests finish for `shutdown_timeout` seconds after a signal; a second one aborts them."""
 
     def __init__(self, app: FastAPI, shutdown_timeout: float = 0.0):
         self.service: Service = app.state.service

@@ -89,7 +89,7 @@ class GenerateBody(Body):
 
 @dataclass
 class _Writer:
-    """Writes one prompt's samples.
+    """The writer of one prompt's samples.
 
     first: index of its first sample in the reply. start: the first prompt token to report a log-prob of. top: how many
     alternatives to report. output, completions: all of a stream so far, which each event repeats. told: the values that

@@ -330,7 +330,7 @@ class Trainer:
     # --- a run ------------------------------------------------------------------------------------------------------
 
     def fit(self, on_step: Callable[[dict[str, float]], None] = lambda metrics: None) -> None:
-        """Steps until `config.steps` are done, with checkpoints; `on_step` gets each step's metrics.
+        """Train until `config.steps` are done, with checkpoints; `on_step` gets each step's metrics.
 
         ValueError where `output_dir` holds checkpoints of a run that is further.
         """
