@@ -97,7 +97,7 @@ def adapter_of(model_config: Any) -> Any:
 
 
 class Server:
-    """Generates, sleeps, wakes up and takes new weights as verl asks; its methods are those of verl's own servers.
+    """An engine that generates, sleeps and takes new weights as verl asks, by the methods of verl's own servers.
 
     config: verl's rollout section. device: where the engine computes. adapter: the policy's, if it has one. An actor
     that died and was started again gets the weights in force from another replica, so that its requests, which Ray
