@@ -314,7 +314,9 @@ def attention(
     if small:
         size = sum(small) * heads * segments * (width + 2)
         room = 4 * size <= _MOST_BYTES
-        splits = splits or num_splits(few, kv_heads, segments, q.device)
+        # where sequences share, a step may have room for many items: those that read a whole prompt are the fewest
+        readers = -(-sum(small) * group // SMALL_ROWS) if shared else few
+        splits = splits or num_splits(readers, kv_heads, segments, q.device)
         split = room and (splits > 1 or shared > 0)
         parts = scratch(q.device, torch.float32, size if split else 1)
         tiles(items[:few] if split else items[shared:few], split, splits if split else 1, parts, **_small(q, width))

@@ -62,7 +62,7 @@ linear, paged, backward, library, sampling = (
     for name in ("linear", "attention", "attention_backward", "library_backward", "sampling")
 )
 DTYPES = ops.DTYPES
-contract_batches = contract._batches
+contract_batches, num_splits = contract._batches, paged.num_splits  # before they are patched
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -353,7 +353,7 @@ def test_reading_a_shared_prompt_once_changes_no_bit(dtype, window, group, count
     step = decoding(dtype, group, FAMILIES, counts)
     own = kernels.work_items(step.counts, group)
     expected = step.attend(own, 0, window, 1)
-    for most, splits in itertools.product((1, 2, 3), (1, 2)):
+    for most, splits in itertools.product((1, 2, 3), (1, 5)):  # 5: more than there are segments
         items, shared = own.copy(), []
         for first in (0, 4) if most > 1 else ():
             count = int(own[first : first + most, 1].sum())
@@ -394,6 +394,20 @@ def test_a_groups_samples_read_their_prompt_once(group, times, monkeypatch):
     together = len(visits) // per_block // 2
     assert apart == 16 * (prompt + 2)
     assert together == 16 * prompt // times + 16 * 2
+
+
+@pytest.mark.parametrize(("samples", "room", "splits"), [(8, 8, 9), (8, 1, 9), (64, 64, 9), (256, 256, 3)])
+def test_enough_programs_read_a_shared_prompt(samples, room, splits, monkeypatch):
+    """8 segments and a tail, for 2 KV heads: as many programs as fill an H100, whatever a graph has room for."""
+    grids = []
+    monkeypatch.setattr(paged, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(paged, "num_splits", num_splits)
+    q, cache = torch.empty(samples, 8, 16).half(), kernels.new_kv_cache(1, 2, 16, torch.float16, torch.device("cpu"))
+    shared, longest = max(1, room // 2), 8 * paged.SEGMENT + 100
+    items = torch.zeros(shared + samples, 5, dtype=torch.int32)
+    paged.attention(q, *cache, items, *[items[0]] * 3, 0.2, 0, [1] * samples, longest, shared)
+    assert grids[0][1:] == (2, splits)
 
 
 def test_few_shared_segments_are_read_apart():
