@@ -34,6 +34,7 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, head_dim, vocabulary
     "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
     "tiny": (64, 96, 2, 4, 2, 16, 257),
 }
+PAIRED = Tile(16, 64, 2, 4, True), Tile(16, 32, 3, 4, True, deep=True), Tile(64, 64, 2, 4, False)  # of several products
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -67,6 +68,11 @@ def shapes(size: str) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
+def joined(part: str, features: int) -> list[int]:
+    """Return the features of the products that are launched together, as a model's layer launches them."""
+    return [features // 2, features // 4, features // 4] if part == "qkv" else [features]
+
+
 def wide_exponents(*shape: int, device, dtype: torch.dtype) -> torch.Tensor:
     """Sums of such numbers differ at once when they are added in another order."""
     numbers = torch.randn(*shape, device=device) * torch.exp2(torch.randint(-6, 6, shape, device=device))
@@ -88,6 +94,10 @@ def all_tiles(dtype: torch.dtype) -> Iterator[Tile]:
     stages, warps = ((2, 4), (4, 8)) if many else ((3,), (4,))
     for m, n, stage, warp, split in itertools.product(heights, widths, stages, warps, (True, False)):
         yield Tile(m, n, stage, warp, split)
+    if half:
+        yield from (
+            Tile(m, n, 3, 4, split, deep=True) for m, n, split in ((16, 32, True), (16, 16, False), (32, 32, True))
+        )
     if half and linear.has_copy_engine(torch.device("cuda")):
         yield from (Tile(m, n, 3, 8, False, tma=True) for m, n in ((64, 128), (128, 128), (128, 256)))
 
@@ -128,7 +138,7 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
         if part == "gate_up":  # as the engine launches them, and in steps
             pair, none = list(w.split(features // 2)), [None, None]
             steps = elementwise.gated_activation(*linear.products(x[:few], pair, none, dtype), "silu")
-            for tile in (None, Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False), Tile(128, 128, 3, 8, False)):
+            for tile in (None, *PAIRED, Tile(128, 128, 3, 8, False)):
                 report["compared"] += 1
                 if not torch.equal(linear.gated_products(x[:few], pair, none, "silu", dtype, tile), steps):
                     report["differ"].append(f"{name} gate_up with its activation: {tile}")
@@ -136,7 +146,7 @@ def gate_linear(device, size: str, rows: Iterable[int], thorough: bool) -> dict[
             parts = w.split([features // 2, features // 4, features // 4])
             biases = [wide_exponents(len(parts[0]), device=device, dtype=dtype), None, parts[2][:, 0].contiguous()]
             apart = [linear.products(x[:few], [p], [b], torch.float32)[0] for p, b in zip(parts, biases, strict=True)]
-            for tile in (None, Tile(16, 64, 2, 4, True), Tile(64, 64, 2, 4, False)):
+            for tile in (None, *PAIRED):
                 for _ in range(2):  # a split leaves its counters as they were
                     report["compared"] += 1
                     together = linear.products(x[:few], [*parts], biases, torch.float32, tile)
@@ -161,7 +171,8 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
     report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}, "information": {}}
     total = sum(lengths)
     steps = 20 if total > 100 else 3
-    for (name, dtype), window in itertools.product(DTYPES.items(), (0, 700) if total > 100 else (0,)):
+    kinds = itertools.product(DTYPES.items(), (0, 700)) if total > 100 else [(("bfloat16", torch.bfloat16), 0)]
+    for (name, dtype), window in kinds:
         torch.manual_seed(0)
         q, k, v = (torch.randn(total, h, dim).to(device, dtype) for h in (heads, kv_heads, kv_heads))
         layout = ops.packed_layout(lengths, heads // kv_heads, device)
@@ -200,11 +211,12 @@ def gate_attention(device, lengths: list[int], heads=16, kv_heads=8, dim=128) ->
     return report
 
 
-def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
+def gate_rows(device, widths: Iterable[int], vocab: int, tiny: bool = False) -> dict[str, Any]:
     """Norms, activations and distributions of a row alone and in a batch; fused rotary against the model's code."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     kernels = ops.backend(device)
+    rows, tokens, heads = (20, 6, 4) if tiny else (300, 50, 16)
     report: dict[str, Any] = {"compared": 0, "differ": [], "hashes": {}}
 
     def expect(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -217,36 +229,36 @@ def gate_rows(device, widths: Iterable[int], vocab: int) -> dict[str, Any]:
     for name, dtype in DTYPES.items():
         for width in widths:
             note(f"{name} width {width}")
-            x, weight = torch.randn(300, width).to(device, dtype), torch.randn(width).to(device, dtype)
+            x, weight = torch.randn(rows, width).to(device, dtype), torch.randn(width).to(device, dtype)
             norm, gated = kernels.rms_norm(x, weight, 1e-6)[0], kernels.gated_activation(x, x, "silu")
             report["hashes"][f"{name} {width}"] = digest([norm, gated])
             both = kernels.add_rms_norm(x, x.flip(0), weight, 1e-6)
             expect(f"{name} sum and norm {width}", both[0], x + x.flip(0))
             expect(f"{name} norm of a sum {width}", both[1], kernels.rms_norm(both[0], weight, 1e-6)[0])
-            for row in (0, 1, 17, 299):
+            for row in (0, 1, 17, rows - 1):
                 expect(f"{name} norm {width}", kernels.rms_norm(x[row : row + 1], weight, 1e-6)[0], norm[row : row + 1])
                 expect(
                     f"{name} gate {width}",
                     kernels.gated_activation(*[x[row : row + 1]] * 2, "silu"),
                     gated[row : row + 1],
                 )
-        q, k = torch.randn(50, 16, 128).to(device, dtype), torch.randn(50, 8, 128).to(device, dtype)
-        tables = kernels.rotary_tables(torch.arange(50, device=device) * 700, torch.rand(64, device=device), 1.0)
+        q, k = (torch.randn(tokens, n, 128).to(device, dtype) for n in (heads, heads // 2))
+        tables = kernels.rotary_tables(torch.arange(tokens, device=device) * 700, torch.rand(64, device=device), 1.0)
         cos, sin = (t.to(dtype) for t in tables)
         theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
         q_turned, k_turned = (t[0].transpose(0, 1).contiguous() for t in theirs)
-        layout = ops.packed_layout([50], 2, device)
-        caches = [kernels.new_kv_cache(1, 8, 128, dtype, device) for _ in range(2)]
+        layout = ops.packed_layout([tokens], 2, device)
+        caches = [kernels.new_kv_cache(1, heads // 2, 128, dtype, device) for _ in range(2)]
         kernels.write_kv(k_turned, k, layout, *caches[0])
         expect(f"{name} rotary", kernels.place_heads(q, k, k, None, (cos, sin), layout, caches[1]), q_turned)
         for ours, other in zip(*caches, strict=True):
-            expect(f"{name} cache", ours[:, :, :50], other[:, :, :50])
+            expect(f"{name} cache", ours[:, :, :tokens], other[:, :, :tokens])
         norms = [(q[i, 0].contiguous(), eps) for i, eps in enumerate((1e-6, 1e-5))]
         normed = [kernels.rms_norm(t.view(-1, 128), *n)[0].view(t.shape) for t, n in zip((q, k), norms, strict=True)]
         apart = kernels.place_heads(*normed, k, None, (cos, sin), layout, caches[0])
         expect(f"{name} heads", kernels.place_heads(q, k, k, tuple(norms), (cos, sin), layout, caches[1]), apart)
         for ours, other in zip(*caches, strict=True):
-            expect(f"{name} cache of normed heads", ours[:, :, :50], other[:, :, :50])
+            expect(f"{name} cache of normed heads", ours[:, :, :tokens], other[:, :, :tokens])
     logits = torch.randn(24, vocab).to(device) * 3
     params = ops.RowParams.repeat(24)
     params.top_k[4:8], params.top_p[6:12], params.min_p[10:14], params.temperature[3:20] = 50, 0.9, 0.05, 0.7
@@ -282,7 +294,7 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
             report["differ"].append(f"{name} {dtype} {settings}: {str(error)[:200]}")
         report["schedules"] += 1
 
-    families = *CONFIGS, "qwen3_moe", "glm4_moe"
+    families = "qwen3_moe", "glm4_moe", *CONFIGS
     pairs = [*((family, "bfloat16") for family in families), ("qwen3", "float16"), ("llama", "float32")]
     for family, dtype in pairs if cases else ():
         path = make_checkpoint(pathlib.Path(folder) / f"{family}-{dtype}", family)
@@ -368,7 +380,7 @@ def gates(device, folder: str, tiny: bool) -> list[tuple[str, Callable[[], dict[
         return [
             ("linear", lambda: gate_linear(device, "tiny", (1, 2, 3, 8, 17), False)),
             ("attention", lambda: gate_attention(device, [70, 9], 4, 2, 16)),
-            ("rows", lambda: gate_rows(device, (64,), 600)),
+            ("rows", lambda: gate_rows(device, (64,), 600, tiny)),
             ("experts", lambda: gpu_experts.gate(device, tiny, digest)),
             ("engine", lambda: properties(device, folder, ["tiny"], 0)),
         ]

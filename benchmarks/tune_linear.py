@@ -27,7 +27,7 @@ from samebits.kernels.triton import library_products
 from samebits.kernels.triton.linear import BLOCK_K, chunks, products
 from samebits.kernels.triton.schedules import Tile, add_table, linear_tile
 
-from gpu_bits import QWEN3, shapes, wide_exponents
+from gpu_bits import QWEN3, joined, shapes, wide_exponents
 
 ROWS = {  # the bound of a bucket, and the rows at which it is tuned; those that matter most come first
     torch.bfloat16: {16: 8, 1 << 40: 2048, 64: 64, 256: 256, 1024: 1024, 32: 32, 128: 128, 512: 512},
@@ -52,15 +52,12 @@ def candidates(dtype: torch.dtype, rows: int, room: int, copy_engine: bool) -> I
         if fits and not deep and not tall and (warps == 4 or m * n >= 64 * 64):
             for split in (True, False) if rows <= 512 else (False,):
                 yield Tile(m, n, stages, warps, split)
+                if half and rows <= 32 and 2 * (m + n) * block_k * dtype.itemsize * stages <= room:
+                    yield Tile(m, n, stages, warps, split, deep=True)  # half as many waits, one after another
     if half and rows >= 128 and copy_engine:
         for (m, n), stages in itertools.product(((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)), (3, 4)):
             for warps in (4, 8) if m * n < 128 * 128 else (8,):
                 yield Tile(m, n, stages, warps, False, tma=True)
-
-
-def joined(part: str, features: int) -> list[int]:
-    """Return the features of the products that are launched together, as a model's layer launches them."""
-    return [features // 2, features // 4, features // 4] if part == "qkv" else [features]
 
 
 def microseconds(x: torch.Tensor, weights: list[list[torch.Tensor]], tile: Tile | None) -> float | None:
@@ -115,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no NVIDIA GPU: there is nothing to tune here")
-    gpu, begin, device = torch.cuda.get_device_name(), time.monotonic(), torch.device("cuda")
+    begin, device = time.monotonic(), torch.device("cuda")
     properties = torch.cuda.get_device_properties(0)
     compile_ahead(args.dtypes)
     print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
@@ -146,7 +143,9 @@ def main() -> None:
                 flush=True,
             )
             table[most, width] = best
-            add_table(gpu, "float32" if dtype == torch.float32 else "16-bit", [(*k, tile) for k, tile in table.items()])
+            name = "float32" if dtype == torch.float32 else "16-bit"
+            capability = f"{properties.major}.{properties.minor}"
+            add_table(properties.name, capability, name, [(*k, tile) for k, tile in table.items()])
 
 
 if __name__ == "__main__":

@@ -266,6 +266,8 @@ def _launch(x: torch.Tensor, parts: list[_Product], tile: Tile, activation: str 
     grid = sum(t * (c if split else 1) for t, c in zip(tiles, counts, strict=True))
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     outs, spans = [part.out for part in own], [part.span for part in own]
+    if tile.deep and all(size % (2 * block_k) == 0 for size in (depth, *spans)):
+        block_k *= 2
     has_bias = any(b is not None for b in biases)
     bias_or_any = weights
     if has_bias:

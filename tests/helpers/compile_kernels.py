@@ -124,9 +124,11 @@ def catch_all(capability: int, dtypes: list[torch.dtype]) -> None:
     backward.candidate = lambda *_: None
     for dtype in dtypes:
         name = "float32" if dtype == torch.float32 else "16-bit"
-        known = tables().values() if capability == 90 else [tables()["default"]]  # GPUs that were tuned are Hopper's
+        mine = "{}.{}".format(*divmod(capability, 10))
+        known = [table for gpu, table in tables().items() if gpu == "default" or table["capability"] == mine]
         tiles = {Tile(**tile) for table in known for _, _, tile in table.get(name, [])}
         if capability >= 90 and dtype == torch.bfloat16:
+            tiles |= {Tile(16, 16, 10, 4, True, deep=True), Tile(16, 32, 10, 4, True, deep=True)}
             tiles |= {
                 Tile(m, n, stages, 8, False, tma=True)
                 for (m, n), stages in itertools.product(((64, 128), (128, 128), (128, 256)), (3, 4))

@@ -108,7 +108,8 @@ def interpreted(seed: int = 0):
     rng = random.Random(seed)
 
     def any_tile(*_):
-        return Tile(rng.choice((16, 32, 64)), rng.choice((128, 256, 512)), 2, 4, rng.random() < 0.5, rng.random() < 0.3)
+        split, tma, deep = (rng.random() < chance for chance in (0.5, 0.3, 0.5))
+        return Tile(rng.choice((16, 32, 64)), rng.choice((128, 256, 512)), 2, 4, split, tma, deep=deep)
 
     def any_splits(items, kv_heads, segments, device):
         return rng.randint(1, segments)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from dataclasses import asdict
+from functools import cache
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from samebits.kernels.triton import library_products
+from samebits.kernels import triton as kernels
+from samebits.kernels.triton import launch as launching
+from samebits.kernels.triton import library_products, schedules
 from samebits.kernels.triton.linear import gated_products, products
 from samebits.kernels.triton.schedules import Tile
 
@@ -134,3 +138,52 @@ def test_cublas_serves_only_in_sizes_that_are_proven(cublas, monkeypatch):
     monkeypatch.setattr(library_products, "multiply", full)
     assert torch.equal(products(x, [w], [None], torch.float16, LIBRARY)[0], expected)
     assert not any(library_products._proven.values())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_launches_overlap_where_a_gpu_can(early, monkeypatch):
+    """What `kernel[grid](...)` gets on a GPU, from compute capability 9.0 on and before."""
+    given, here = {}, torch.empty(2, device="meta")
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "has_copy_engine", lambda device: early)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here.device.index)
+    launching.launch({(3, 1): lambda *args, **options: given.update(options)}, (3, 1), here, num_warps=4)
+    assert given == {"launch_pdl": early, "enable_fp_fusion": False, "num_warps": 4}
+
+
+def test_a_gpu_that_was_not_tuned_takes_the_tiles_of_its_like(monkeypatch):
+    """One of the same compute capability; each dtype by itself."""
+    named = {n: [[16, 16, asdict(Tile(16, n, 2, 4, True))]] for n in (16, 32, 64)}
+    tables = {
+        "default": {"16-bit": named[16], "float32": named[16]},
+        "NVIDIA H100": {"capability": "9.0", "16-bit": named[32]},
+        "NVIDIA H200": {"capability": "9.0", "float32": named[64]},
+    }
+    monkeypatch.setattr(schedules, "tables", lambda: tables)
+    expected = {
+        ("NVIDIA H100", "9.0", "16-bit"): 32,
+        ("NVIDIA H200", "9.0", "16-bit"): 32,
+        ("NVIDIA H200", "9.0", "float32"): 64,
+        ("NVIDIA A100", "8.0", "16-bit"): 16,
+        ("default", "none", "float32"): 16,
+    }
+    for (gpu, capability, dtype), width in expected.items():
+        ((rows, features, tile),) = schedules.tuned_rows(gpu, capability, dtype)
+        assert (rows, features, tile) == (16, 16, Tile(16, width, 2, 4, True))
+
+
+def test_a_table_that_was_tuned_is_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedules, "TABLES", tmp_path / "tables.json")
+    schedules.TABLES.write_text('{"default": {"16-bit": []}}')
+    monkeypatch.setattr(schedules, "tables", cache(schedules.tables.__wrapped__))
+    schedules.add_table("NVIDIA L4", "8.9", "16-bit", [(16, 1 << 40, PLAIN)])
+    schedules.tables.cache_clear()
+    assert schedules.tuned_rows("NVIDIA L40", "8.9", "16-bit") == [(16, 1 << 40, PLAIN)]
+
+
+def test_sums_of_a_gradient_stay_fp32_to_their_end(monkeypatch):
+    """cuBLAS may add the parts of a split product in the dtype of its result."""
+    asked = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: asked.append(out_dtype) or a.float() @ b.float())
+    x, w = torch.empty(3, 8, device="meta"), torch.empty(5, 8, device="meta", dtype=torch.bfloat16)
+    assert kernels.gradient_product(x, w, torch.bfloat16).dtype == torch.bfloat16 and asked == [torch.float32]

@@ -105,6 +105,23 @@ def test_no_tile_changes_a_bit_of_a_product(dtype):
         assert torch.equal(alone, out[rows].to(dtype)), rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_of_twice_the_depth_change_no_bit(dtype, monkeypatch):
+    """In a chunk, in two by one program and by two; where a chunk is no whole number of them, steps are single."""
+    steps, launch = [], linear.launch
+    monkeypatch.setattr(
+        linear, "launch", lambda *a, **o: (steps.append(o["BLOCK_K"] // linear.BLOCK_K[dtype]), launch(*a, **o))
+    )
+    for depth, features, count, wanted in ((512, 300, 1, 2), (512, 128, 2, 2), (448, 128, 2, 1)):
+        x, w = wide_exponents(5, depth).to(dtype), wide_exponents(features, depth).to(dtype)
+        assert chunks(depth, features) == count
+        expected = products(x, [w], [None], torch.float32, Tile(16, 64, 2, 4, True))[0]
+        for split in (True, False):
+            steps.clear()
+            found = products(x, [w], [None], torch.float32, Tile(16, 64, 2, 4, split, deep=True))[0]
+            assert torch.equal(found, expected) and steps == [wanted]
+
+
 @pytest.mark.parametrize(
     ("dtype", "name", "features"),
     [
