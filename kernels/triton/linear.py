@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import library_products
 from .elementwise import ACTIVATIONS, activated, gated_activation
-from .launch import await_inputs, current_stream, has_copy_engine, launch, multiprocessors
+from .launch import aligned, await_inputs, current_stream, has_copy_engine, launch, multiprocessors
 from .schedules import Tile, linear_tile
 
 _T = TypeVar("_T")
@@ -89,7 +89,9 @@ def _linear(
     f = column // 2 if gated else column
     r_mask, f_mask = r < rows, f < n
     x_rows = x + r.to(tl.int64) * stride_x
-    w_rows = (tl.where(column % 2 == 0, w0, w1) if gated else w) + f.to(tl.int64) * depth
+    if gated:  # Triton 3.9 forgets that both are aligned
+        w = tl.multiple_of(tl.where(column % 2 == 0, w0, w1), 16)
+    w_rows = w + f.to(tl.int64) * depth
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SPLIT:
         start = tl.multiple_of(chunk * size, BLOCK_K)  # loads are whole vectors
@@ -361,8 +363,8 @@ def gated_products(
         of_gate, of_up = products(x, weights, biases, out_dtype, tile)
         return gated_activation(of_gate, of_up, activation)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    gate = _Product.of(x, weights[0].contiguous(), biases[0], out_dtype)
-    up = gate._replace(weight=weights[1].contiguous(), bias=biases[1])
+    gate = _Product.of(x, aligned(weights[0]), biases[0], out_dtype)
+    up = gate._replace(weight=aligned(weights[1]), bias=biases[1])
     if x.shape[0] > 0:
         _launch(x, [gate, up], tile, activation)
     return gate.out

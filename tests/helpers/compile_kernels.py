@@ -1,16 +1,16 @@
 """Compiles every Triton kernel, for GPUs that need not be there.
 
-`compile_kernels.py CAPABILITY [DTYPE ...]` prints one JSON line a kernel and configuration. Launches are caught where
-they would happen, so signatures are those of real calls.
+`compile_kernels.py CAPABILITY [DTYPE ...] [--few]` prints one JSON line for each configuration of each kernel, with
+--few for one of each. Launches are caught where they would happen, so signatures are those of real calls.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -205,10 +205,17 @@ def catch_experts(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    capability, *names = sys.argv[1:]
-    catch_all(int(capability), [getattr(torch, name) for name in names])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", type=int)
+    parser.add_argument("dtypes", nargs="*")
+    parser.add_argument("--few", action="store_true")
+    args = parser.parse_args()
+    catch_all(args.capability, [getattr(torch, name) for name in args.dtypes])
+    jobs = [*caught.values()]
+    if args.few:
+        jobs = [*{job["kernel"].fn.__name__: job for job in reversed(jobs)}.values()]
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(lambda job: compile_one(job, int(capability)), caught.values()):
+        for result in pool.map(lambda job: compile_one(job, args.capability), jobs):
             print(json.dumps(result), flush=True)
 
 
