@@ -59,13 +59,14 @@ PARTS = [  # group, name, most seconds; in the order of their worth
     ("speed", "shared prompt", 40),
     ("speed", "experts layer", 40),
     ("speed", "linears", 40),
-    ("bits", "schedules", 120),
+    ("bits", "schedules", 200),
     ("speed", "hf continuous batching", 60),
     ("speed", "workload", 60),
     ("bits", "two gpus", 90),
     ("speed", "vllm", 120),
 ]
 OPTIONAL = "attention layer", "hf continuous batching", "vllm", "profile"  # of speed: comparisons, which fail no run
+LOADED = ".cubin", ".json", ".so"  # what a launch needs of Triton's cache; the rest are steps on the way there
 ON_GPUS = (  # have no short form on a CPU; the tests hold the engine against the trainer there
     "probe predicted", "probe gradients", "probe streams", "probe graphs", "probe cublas",
     "engine", "schedules", "two gpus", "linears", "profile", "hf continuous batching", "vllm",
@@ -117,24 +118,30 @@ def finish(compilers: list[subprocess.Popen], deadline: float, result: dict[str,
 
 
 def restore_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
-    """Unpack a kept compile cache, if there is one."""
+    """Unpack a kept compile cache, if there is one. Triton keeps whole paths: they become this folder's."""
     folder.mkdir(parents=True, exist_ok=True)
-    if archive.exists():
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+    if not archive.exists():
+        return
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    for group in folder.rglob("__grp__*.json"):
+        names = json.loads(group.read_text())["child_paths"]
+        group.write_text(json.dumps({"child_paths": {name: str(group.with_name(name)) for name in names}}))
 
 
 def keep_cache(archive: pathlib.Path, folder: pathlib.Path) -> None:
-    """Pack the compile cache. Gzip's fastest level: a tenth of the time of xz."""
+    """Pack what a launch loads of the compile cache: a tenth of it. Gzip's fastest level: a tenth of the time of xz."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     scratch = archive.with_name(archive.name + ".part")
     with tarfile.open(scratch, "w:gz", compresslevel=1) as tar:
-        tar.add(folder, ".")
+        for file in filter(pathlib.Path.is_file, folder.rglob("*")):
+            if file.suffix in LOADED:
+                tar.add(file, file.relative_to(folder))
     scratch.rename(archive)
 
 
 def golden(report: dict[str, Any], kept: pathlib.Path, out: pathlib.Path, compiler: str) -> list[str]:
-    """Return the hashes that differ from those kept of the same GPU type and compiler; write all, new ones too."""
+    """Return the hashes that differ from those kept of the same kind of GPU and compiler; write all, new ones too."""
     before = json.loads(kept.read_text()) if kept.exists() else {}
     now = {f"{part}: {name}": h for part, r in report.items() for name, h in r.get("hashes", {}).items()}
     mine = before.setdefault(compiler, {})
@@ -247,8 +254,10 @@ def write(out: pathlib.Path, result: dict[str, Any]) -> str:
 def conclude(args: argparse.Namespace, result: dict[str, Any], stopped: str | None) -> str | int:
     """Compare hashes with kept ones, compute the bars, write JSON and the page; return the exit code or a reason."""
     name = write(args.out, result)
-    compiler = f"triton {result['versions'].get('triton')}" + (", tiny" if args.tiny else "")
-    hashes = f"{name}_hashes.json"
+    versions = result["versions"]
+    compiler = f"triton {versions.get('triton')}" + (", tiny" if args.tiny else "")
+    kind = "compute capability", "multiprocessors"  # the second decides what torch's generator draws
+    hashes = "_".join(["gpu_hashes", *(versions.get(key, "none").replace(".", "_") for key in kind)]) + ".json"
     if result["bits"]:
         for line in golden(result["bits"], args.golden / hashes, args.out / hashes, compiler):
             result["errors"][line] = {"kind": "changed since the last run on such a GPU", "case": line}

@@ -95,8 +95,8 @@ def versions(device: Any) -> dict[str, str]:
         return {"gpu": "none", **found}
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    major, minor = torch.cuda.get_device_capability(device)
+    gpu = torch.cuda.get_device_properties(device)
     return {
-        "gpu": torch.cuda.get_device_name(device), "GPUs": str(torch.cuda.device_count()),
-        "compute capability": f"{major}.{minor}", "driver": driver, "cuda": str(torch.version.cuda), **found,
+        "gpu": gpu.name, "GPUs": str(torch.cuda.device_count()), "compute capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": str(gpu.multi_processor_count), "driver": driver, "cuda": str(torch.version.cuda), **found,
     }  # fmt: skip

@@ -48,6 +48,28 @@ def test_a_tiny_run_of_everything(tmp_path):
     assert (tmp_path / "gpu_none.md").read_text().count("## ") > 5
 
 
+TINY = """
+import sys, gpu, gpu_parts
+known = {}
+for group, name, _ in gpu.PARTS:
+    if name not in gpu.ON_GPUS:
+        gpu_parts.load(group, "cpu")
+        known[name] = found = gpu_parts.run(group, name, "cpu", sys.argv[1], True, known)
+        assert found and not (isinstance(found, dict) and found.get("differ")), (name, found)
+        assert group == "speed" or name == "versions" or found["compared"], name
+        print(name)
+"""
+
+
+def test_each_part_runs_on_tiny_shapes(tmp_path):
+    """All in one process, which saves most of their time."""
+    command = [sys.executable, "-c", TINY, str(tmp_path)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split("\n")[:-1] == [name for _, name, _ in gpu.PARTS if name not in gpu.ON_GPUS]
+
+
 def precompile(*options: str, change: str = "") -> subprocess.CompletedProcess:
     code = f"import torch, gpu_precompile\n{change}\ngpu_precompile.main()"
     command = [sys.executable, "-c", code, "0", "1", "--dry", *options]
@@ -127,15 +149,62 @@ def test_the_first_probes_say_whether_to_go_on(reply, reason):
     assert not later and result["versions"] == {"gpu": "H100"}
 
 
+CACHED = """
+import pathlib, shutil, sys
+import gpu, torch, triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class NoDriver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+@triton.jit
+def double(x, y):
+    i = tl.arange(0, 64)
+    tl.store(y + i, 2 * tl.load(x + i))
+
+driver.set_active(NoDriver())
+knobs.compilation.listener = lambda *, cache_hit, **_: print(cache_hit)
+archive, *folders = map(pathlib.Path, sys.argv[1:])
+for folder in folders:
+    gpu.restore_cache(archive, folder)
+    knobs.cache.dir = str(folder)
+    double.device_caches.clear()
+    double.warmup(torch.empty(64), torch.empty(64), grid=(1,))
+    gpu.keep_cache(archive, folder)
+    shutil.move(folder, folder.with_suffix(".away"))
+"""
+
+
 def test_the_compile_cache_is_kept_and_restored(tmp_path):
-    kept, folder, archive = tmp_path / "a", tmp_path / "b", tmp_path / "deep/cache.tar.gz"
-    (kept / "hash").mkdir(parents=True)
-    (kept / "hash/kernel.cubin").write_bytes(b"\x7fELF")
-    gpu.restore_cache(archive, folder)
-    assert not list(folder.iterdir()), "there is none yet"
-    gpu.keep_cache(archive, kept)
-    gpu.restore_cache(archive, folder)
-    assert (folder / "hash/kernel.cubin").read_bytes() == b"\x7fELF"
+    """In another folder, as on another machine: nothing is compiled again. Steps on the way to a binary aren't kept."""
+    archive, first, second = tmp_path / "deep/cache.tar.gz", tmp_path / "a", tmp_path / "b"
+    gpu.restore_cache(archive, first)
+    assert not list(first.iterdir()), "there is none yet"
+    (tmp_path / "cached.py").write_text(CACHED)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(FOLDER)}
+    command = [sys.executable, tmp_path / "cached.py", archive, first, second]
+    assert subprocess.check_output(command, env=environment, text=True) == "False\nTrue\n"
+    kept = [{file.suffix for file in tmp_path.glob(f"{folder}.away/*/double*")} for folder in "ab"]
+    assert kept[0] > kept[1] == {".cubin", ".json"}
+
+
+def test_hashes_are_compared_with_those_of_gpus_alike(tmp_path):
+    """An H200 has an H100's matrix units, and as many multiprocessors, so the same random numbers."""
+    good = {"compared": 3, "differ": [], "hashes": {"qkv": "aa"}}
+    alike = {"compute capability": "9.0", "multiprocessors": "132", "triton": "3.6.0"}
+    runs = (("H100", {}, "aa", 0), ("H200", {}, "bb", 1), ("H100 PCIe", {"multiprocessors": "114"}, "bb", 0))
+    for name, other, found, code in runs:
+        result = fresh() | {
+            "versions": {"gpu": name} | alike | other,
+            "bits": {"linear": good | {"hashes": {"qkv": found}}},
+        }
+        assert end(result, tmp_path) == code
+    assert json.loads((gpu.RESULTS / "gpu_hashes_9_0_132.json").read_text())["triton 3.6.0"]
 
 
 def test_bars_are_computed_from_what_was_measured():
