@@ -92,12 +92,20 @@ class InputProcessor:
                 )
             (prompt,) = fields.values()
         if isinstance(prompt, str):
-            return prompt, self.need_tokenizer("string prompts").encode(prompt), cache_salt
+            return prompt, self.encode(prompt), cache_salt
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple):
             raise TypeError(f"a prompt is a string, token ids, or a dict of one of them; got {type(prompt).__name__}")
         return None, list(prompt), cache_salt
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Return a text's token ids. ValueError where there is no tokenizer, or it has no tokens for the text."""
+        tokenizer = self.need_tokenizer("string prompts")
+        try:
+            return tokenizer.encode(text, **options)
+        except Exception as error:  # the libraries below raise many kinds
+            raise ValueError(f"the tokenizer can't encode the text: {error}") from error
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """Return the tokenizer. Raises ValueError, naming what needs it, where there is none."""

@@ -8,6 +8,8 @@ import numpy as np
 
 from ..scheduler.scheduler import SchedulerStats
 
+LOWEST_LOGPROB = -9999.0  # over HTTP, as JSON has no -infinity; vLLM's stand-in for it
+
 
 @dataclass(frozen=True)
 class VersionSpan:

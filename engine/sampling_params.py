@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
@@ -109,7 +109,7 @@ class SamplingParams:
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, 2**63 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
@@ -128,6 +128,8 @@ class SamplingParams:
         _integer("routed_experts_prompt_start", self.routed_experts_prompt_start, 0)
         if self.routed_experts_prompt_start and not self.routed_experts:
             raise ValueError("routed_experts_prompt_start says where routed_experts begin, which weren't asked for")
+        if not isinstance(self.stop or (), Iterable):
+            raise TypeError(f"stop must be a string or several, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")

@@ -44,9 +44,11 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        asked = {name: value for name, value in given.items() if value}
+        asked = {name for name, value in given.items() if value is not None and (name, value) != ("json_object", False)}
         if len(asked) != 1:
-            raise GrammarError(f"structured_outputs needs exactly one of {', '.join(given)}; got {[*asked] or 'none'}")
+            raise GrammarError(
+                f"structured_outputs needs exactly one of {', '.join(given)}; got {sorted(asked) or 'none'}"
+            )
         try:
             self.source  # noqa: B018  found here, an error is the caller's
         except TypeError as error:
@@ -57,14 +59,14 @@ class StructuredOutputsParams:
         """The kind and the text of the grammar, as llguidance takes them."""
         if self.json_object:
             return "json", '{"type": "object"}'
-        if self.choice:
-            if not isinstance(self.choice, list | tuple) or not all(isinstance(c, str) and c for c in self.choice):
-                raise GrammarError(f"choice must be a list of non-empty strings, got {self.choice!r}")
-            return "choice", json.dumps([*self.choice])
-        if self.json:
+        if (choice := self.choice) is not None:
+            if not choice or not isinstance(choice, list | tuple) or not all(isinstance(c, str) and c for c in choice):
+                raise GrammarError(f"choice must be a list of non-empty strings, got {choice!r}")
+            return "choice", json.dumps([*choice])
+        if self.json is not None:
             return "json", self.json if isinstance(self.json, str) else json.dumps(self.json)
-        kind = "regex" if self.regex else "grammar"
-        text = self.regex or self.grammar
+        kind = "grammar" if self.regex is None else "regex"
+        text = self.grammar if self.regex is None else self.regex
         if not isinstance(text, str):
             raise GrammarError(f"{kind} must be a string, got {text!r}")
         return kind, text

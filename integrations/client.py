@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
 from ..engine.expert_wire import LOGPROBS, parse_ids
+from ..engine.outputs import LOWEST_LOGPROB
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, listening_store
 from ..engine.weights.spec import full_tensors
@@ -87,19 +89,25 @@ class Client:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Return what `LLM.generate` does, for a list of strings or a list of token-id lists.
+        """Return what `LLM.generate` does, for strings or lists of token ids, one or several, but not of both kinds.
 
-        More than the server takes in one call becomes several calls, one after another. What comes while others'
-        fill the server's queue is sent again, in halves, for `timeout` seconds.
+        A log-prob below -9999, which isn't on the wire, is -inf, as that of a token outside the filters. More than the
+        server takes in one call becomes several calls, one after another. What comes while others' fill the server's
+        queue is sent again, in halves, for `timeout` seconds.
         """
+        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+        one = isinstance(given, str | dict) or (len(given) > 0 and isinstance(given[0], int))
+        several = [p.tolist() if hasattr(p, "tolist") else p for p in ([given] if one else given)]
+        if len({isinstance(p, str) for p in several}) > 1 or any(isinstance(p, dict) for p in several):
+            raise TypeError("prompts over HTTP are strings, or lists of token ids; not both in a call, and no dicts")
         params = SamplingParams() if sampling_params is None else sampling_params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
         outputs: list[RequestOutput] = []
-        for part in self._parts(prompts, each):
-            outputs += self._generate(prompts[part], each[part])
+        for part in self._parts(several, each):
+            outputs += self._generate(several[part], each[part])
         return outputs
 
     def _parts(self, prompts: Sequence[str | Sequence[int]], params: list[SamplingParams]) -> Iterator[slice]:
@@ -256,14 +264,18 @@ def _output(prompt: str | Sequence[int], samples: list[dict], params: SamplingPa
         request_id=meta["id"], prompt=prompt if isinstance(prompt, str) else None, finished=True,
         prompt_token_ids=samples[0]["prompt_token_ids"],
         completions=[_completion(i, s, params) for i, s in enumerate(samples)],
-        prompt_logprobs=[entry[0] or 0.0 for entry in meta["input_token_logprobs"]] if scored else None,
+        prompt_logprobs=[_logprob(entry[0] or 0.0) for entry in meta["input_token_logprobs"]] if scored else None,
         prompt_top_logprobs=_tops(meta.get("input_top_logprobs"), params.prompt_logprobs) if scored else None,
         num_cached_tokens=meta["cached_tokens"], seed=meta["sampling_seed"],
     )  # fmt: skip
 
 
+def _logprob(found: float) -> float:
+    return -math.inf if found == LOWEST_LOGPROB else found
+
+
 def _tops(rows: list | None, count: int | None) -> list[dict[int, float]] | None:
-    return None if rows is None else [{t: lp for lp, t, _ in (row or [])[:count]} for row in rows]
+    return None if rows is None else [{t: _logprob(lp) for lp, t, _ in (row or [])[:count]} for row in rows]
 
 
 def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
@@ -274,7 +286,7 @@ def _completion(index: int, sample: dict, params: SamplingParams) -> Completion:
     named = isinstance(matched, str) or matched in params.stop_token_ids
     return Completion(
         index=index, token_ids=sample["output_ids"], text=sample["text"] if params.detokenize else None,
-        logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        logprobs=[_logprob(entry[0]) for entry in meta["output_token_logprobs"]],
         finish_reason=reason["type"], stop_reason=matched if named else None,
         weight_versions=[VersionSpan(**s | {"version": _version(s["version"])}) for s in meta["weight_versions"]],
         top_logprobs=_tops(meta.get("output_top_logprobs"), params.logprobs) if params.logprobs is not None else None,

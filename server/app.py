@@ -68,8 +68,9 @@ def create_app(llm: LLM, model_name: str, guard: Guard | None = None, **settings
 async def _say(http: Request, error: Exception) -> Response:
     """An error as a reply; what is raised nowhere on purpose is said with its kind."""
     if isinstance(error, RequestValidationError):
-        found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
-        if "json" not in http.headers.get("content-type", ""):
+        errors = error.errors()[:5]
+        found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors]
+        if any(e["loc"][:1] == ("body",) for e in errors) and "json" not in http.headers.get("content-type", ""):
             found.append("send JSON, with the header 'Content-Type: application/json'")
         return problem(400, "; ".join(found))
     if isinstance(error, StarletteHTTPException):

@@ -239,6 +239,8 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | 
 
 async def _answer(server: Service, body: _Common, prompts: list, params: SamplingParams, chat: Conversation | None):
     server.check_model(body.model)
+    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
+        raise ValueError("include_usage is a stream's; set stream, or leave it out")
     request_id = body.request_id or uuid.uuid4().hex
     writer = _Writer(server, body, params.n, request_id, chat)
     requests = [GenerateRequest(p, params, body.cache_salt, f"{request_id}-{i}") for i, p in enumerate(prompts)]

@@ -21,13 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from starlette.requests import ClientDisconnect
 
 from ..engine import Completion, RequestOutput, SamplingParams, StructuredOutputsParams
+from ..engine.outputs import LOWEST_LOGPROB
 from ..engine.sampling_params import RequestOutputKind
 from ..garbage import without_collections
 from .async_engine import AsyncEngine, GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
 
-LOWEST = -9999.0  # JSON has no -infinity; vLLM's stand-in for it
 PART = 2**16  # bytes of a reply that are made and sent at a time
 PLAIN = (str, int, float, list, type(None))  # what `pieces` leaves to orjson; much faster than asking for an Iterator
 AT_ONCE = 0.005  # seconds that the event loop works on a reply before a thread goes on with it
@@ -123,8 +123,16 @@ class Sampling(Body):
 
     def structure(self, **own: Any) -> StructuredOutputsParams | None:
         """The grammar that is asked for, also by a dialect's own fields. ValueError or TypeError for a wrong one."""
-        given = {name: value for name, value in (own | (self.structured_outputs or {})).items() if value}
-        return StructuredOutputsParams(**given) if given else None
+        known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+        given = {name: value for name, value in own.items() if value is not None}
+        for name, value in (self.structured_outputs or {}).items():
+            if name not in known and value:
+                raise ValueError(f"structured_outputs has {name[:100]!r}; it takes one of {', '.join(known)}")
+            if name in known and value is not None:
+                if name in given:
+                    raise ValueError(f"{name} of structured_outputs is given by a field of its own, too")
+                given[name] = value
+        return StructuredOutputsParams(**given) if given and given != {"json_object": False} else None
 
     def params(self, streamed: bool | None, **more: Any) -> SamplingParams:
         """These and `more` as SamplingParams. Raises ValueError or TypeError where a value is out of range.
@@ -139,8 +147,8 @@ class Sampling(Body):
 
 
 def finite(logprob: float) -> float:
-    """The log-prob, or the lowest finite fp32: JSON has no infinity."""
-    return max(logprob, LOWEST)
+    """The log-prob, or LOWEST_LOGPROB for one below it."""
+    return max(logprob, LOWEST_LOGPROB)
 
 
 def usage(outputs: Collection[RequestOutput], completion_tokens: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -192,6 +193,8 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
 async def generate(body: GenerateBody, server: Served):
     """Generate from text or token ids, one prompt or a batch."""
     server.check_model(body.model)
+    if body.cache_salt and body.extra_key not in (None, body.cache_salt):
+        raise ValueError("extra_key is another name of cache_salt; give one of them")
     prompts, batch = body.prompts()
     server.engine.limits.check_count(len(prompts))
     rids, rid = body.rids(len(prompts), batch)
@@ -204,7 +207,8 @@ async def generate(body: GenerateBody, server: Served):
     ):
         alternatives = (top or 0) if logprobs else 0
         scored = logprobs and start is not None and start >= 0
-        writers.append(_Writer(server, body, name, samples, bool(logprobs), start if scored else None, alternatives))
+        start = min(start, sys.maxsize) if scored else None
+        writers.append(_Writer(server, body, name, samples, bool(logprobs), start, alternatives))
         params = (sampling or SGLangSampling()).params(
             body.stream, logprobs=alternatives or None, prompt_logprobs=alternatives if scored else None,
             **({"routed_experts": True, "routed_experts_prompt_start": experts_start or 0} if experts else {}),

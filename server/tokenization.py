@@ -49,7 +49,7 @@ class Tokenization:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. ValueError for one of any length that the model has no room for."""
         self.check_length(text)
-        return self.need("text").encode(text, add_special_tokens=add_special_tokens)
+        return self.processor.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises ValueError for ids out of range, or more than the model has room for."""

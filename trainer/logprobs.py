@@ -60,6 +60,8 @@ def token_logprobs(
     leaves a token its router's choice. Their weights are the router's own, so gradients reach it.
     """
     params = sampling_params or SamplingParams()
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be a positive number of rows, got {chunk}")
     if (params.min_tokens or params.structured_outputs) and prompt_lens is None:
         raise ValueError("min_tokens and structured_outputs need to know where completions begin: give prompt_lens")
     rows = _rows(sequences, attention_mask)

@@ -175,6 +175,9 @@ def test_gradients_are_those_of_a_softmax_over_the_allowed_tokens(path, tokenize
 WRONG = [
     ({}, "exactly one of"),
     ({"regex": "a", "choice": ["b"]}, "exactly one of"),
+    ({"json": {}, "regex": "a"}, "exactly one of"),
+    ({"json_object": False}, "exactly one of"),
+    ({"choice": []}, "list of non-empty strings"),
     ({"regex": "[a-"}, "unclosed character class"),
     ({"json": "{"}, "structured_outputs"),
     ({"json": {"type": "objct"}}, "objct"),

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from samebits import SamplingParams
 from samebits.engine.detokenizer import TextStream
+from samebits.engine.input_processor import InputProcessor
 from samebits.engine.request import Request, Sample, SampledToken
 
 from helpers.engines import FREE, PROMPT, VOCAB, generate, one
@@ -92,6 +93,17 @@ def test_without_a_tokenizer_token_ids_work_and_strings_are_refused_with_advice(
         with pytest.raises(ValueError, match=r"a tokenizer, and .* has none; give token ids"):
             call()
     assert not llm.has_unfinished_requests()
+
+
+def test_a_text_that_a_tokenizer_lacks_is_refused(spelling):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="?")))
+    processor = InputProcessor(tokenizer, "model", 1, 100, ())
+    assert processor.encode("a") == [0]
+    for text in ("b", "a\ud800"):
+        with pytest.raises(ValueError, match="the tokenizer can't encode the text: "):
+            processor.process(text, SamplingParams(), "r", False)
 
 
 def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(shared, spelling, free):

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import queue
 import socket
 import struct
@@ -12,11 +13,13 @@ import time
 
 import anyio
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
 
 from samebits import LLM, SamplingParams
+from samebits.integrations import Client
 from samebits.server import async_engine
 from samebits.trainer import exact_model, token_logprobs
 
@@ -500,6 +503,16 @@ BAD = [
     ("/v1/completions", {"prompt": [5, 5000]}, "token id 5000 is out of range"),
     ("/v1/completions", {"prompt": [7] * 600}, "leaves no room in max_model_len 512"),
     ("/v1/completions", {"prompt": "x", "request_id": ""}, "request_id"),
+    ("/v1/completions", {"prompt": "x", "top_k": 2**63}, "top_k must be at least -1 and at most"),
+    ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "include_usage is a stream's"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regx": "a"}}, "has 'regx'; it takes one of json,"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"choice": []}}, "list of non-empty strings"),
+    (
+        "/generate",
+        {"text": "x", "sampling_params": {"regex": "a", "structured_outputs": {"regex": "b"}}},
+        "field of its own",
+    ),
+    ("/generate", {"text": "x", "cache_salt": "a", "extra_key": "b"}, "another name of cache_salt"),
     ("/v1/completions", {}, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "needs logprobs"),
@@ -547,6 +560,49 @@ def test_bad_input_is_a_400_that_says_why(server, route, body, message):
     assert response.status_code == 400, response.text
     assert message in reply["error"]["message"] == reply["message"]
     assert reply["success"] is False
+
+
+def test_a_query_that_is_wrong_is_no_matter_of_json(server):
+    assert "send JSON" not in server.http.post("/sleep?level=3").json()["message"]
+    assert "send JSON" in server.http.post("/v1/completions", content=b"x").json()["message"]
+
+
+def test_any_json_is_a_grammar(server):
+    """An empty schema allows any; a flag that is off asks for nothing."""
+    body = {"prompt": [5], "max_tokens": 6, "seed": 3, "return_token_ids": True}
+    kinds = [{"json": "{}"}, {"json": {}}, None, {"json_object": False, "regex": None, "disable_any_whitespace": False}]
+    bodies = [body | {"structured_outputs": kind} for kind in kinds]
+    bodies.append(body | {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}})
+    text, mapping, free, off, openai = (server.ok("/v1/completions", b)["choices"][0]["token_ids"] for b in bodies)
+    assert text == mapping == openai and free == off != text
+
+
+def test_a_prompt_has_no_log_probs_beyond_its_end(server):
+    body = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 2**63}
+    assert (
+        server.ok("/generate", body | {"sampling_params": {"max_new_tokens": 2}})["meta_info"]["input_token_logprobs"]
+        == []
+    )
+
+
+def test_the_client_takes_and_returns_what_the_engine_does(server, path):
+    """One prompt or several; what the filter leaves out has -inf, which JSON lacks."""
+    params = SamplingParams(max_tokens=3, seed=1, top_k=1, logprobs=2, prompt_logprobs=0)
+    llm = LLM(path, kv_cache_memory_bytes=2**22)
+    with Client(server.url) as client:
+        for prompts in ("ab", ["ab", "c"], [5, 6, 7], [[5, 6], [7]], torch.tensor([5, 6]), [np.array([5, 6])]):
+            found = client.generate(prompts, params)
+            expected = llm.generate(prompts, params, use_tqdm=False)
+            assert len(found) == len(expected)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.prompt_token_ids == theirs.prompt_token_ids
+                assert ours.prompt_logprobs == theirs.prompt_logprobs
+                assert ours.completions[0].logprobs == theirs.completions[0].logprobs
+                assert ours.completions[0].top_logprobs == theirs.completions[0].top_logprobs
+        assert -math.inf in found[0].prompt_logprobs
+        for prompts in ({"prompt": "ab"}, [{"prompt": "ab"}], ["ab", [5]]):
+            with pytest.raises(TypeError, match="strings, or lists of token ids"):
+                client.generate(prompts, params)
 
 
 @pytest.mark.parametrize(
