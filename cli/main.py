@@ -34,7 +34,7 @@ console = Console()
 app.command()(train)
 
 NUMERICS = ENGINE.only("dtype", "device").with_defaults(device="cpu")
-DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p")
+DISTRIBUTION = SAMPLING.only("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids")
 
 Settings = dict[str, Any]  # of one configuration, by field
 Model = Annotated[str, typer.Argument(help="Checkpoint directory, hub id, or 'smollm2'.")]
@@ -77,7 +77,7 @@ def generate(
         for c in out.completions:
             mean = f", mean log-prob {statistics.fmean(c.logprobs):.4f}" if c.logprobs else ""
             console.print(f"[dim]#{c.index}: {len(c.token_ids)} tokens, {c.finish_reason}{mean}[/dim]")
-            console.print(c.text, markup=False, highlight=False)
+            _write(f"{c.token_ids if c.text is None else c.text}\n")
     failures = [f"sample {c.index}: {c.stop_reason}" for c in out.completions if c.finish_reason == "error"]
     if failures:
         raise RuntimeError(failures[0])
@@ -118,12 +118,18 @@ def chat(sampling: Settings, engine: Settings, model: Model) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
+def _write(text: str) -> None:
+    """Write a model's text as it is: rich would turn :smile: into an emoji and tabs into spaces."""
+    console.file.write(text)
+    console.file.flush()
+
+
 def _show(outputs: list[RequestOutput]) -> str:
     """Print the new text of an answer, and why it failed if it did. Return the text."""
     shown = ""
     for completion in itertools.chain.from_iterable(out.completions for out in outputs):
         text = completion.text or ""
-        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        _write(text)
         shown += text
         if completion.finish_reason == "error":
             reason = escape(str(completion.stop_reason))
@@ -293,6 +299,8 @@ def rollout(
     from ..engine import LLM, SamplingParams
     from . import mismatch
 
+    if out.resolve() == prompts.resolve():
+        raise ValueError(f"--out {out} is the file of the prompts; name another")
     params = SamplingParams(**sampling)
     count = mismatch.write_exact(LLM(model, **engine), prompts, out, params)
     console.print(f"{count} rollouts in {out}", highlight=False)
@@ -337,7 +345,7 @@ def diagnose(
     from ..engine import SamplingParams
     from . import mismatch, report
 
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, max_tokens=None)
     report.check_target(page)
     scorer, decode = _scorer(model, engine)
     result = mismatch.diagnose(rollouts, scorer, params, ratio=ratio)
@@ -371,7 +379,7 @@ def calibrate(
     from ..engine import SamplingParams
     from . import calibration, mismatch, report
 
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, max_tokens=None)
     report.check_target(page)
     scorer, _ = _scorer(model, engine)
     found = calibration.calibrate_files(
@@ -391,7 +399,9 @@ def main() -> None:
         extra = _extra_with(error.name) if isinstance(error, ModuleNotFoundError) else None
         hint = f"; pip install 'samebits[{extra}]'" if extra else ""
         console = Console(stderr=True)
-        console.print(f"[red]error:[/red] {type(error).__name__}: {escape(str(error) + hint)}", highlight=False)
+        console.print(
+            f"[red]error:[/red] {type(error).__name__}: {escape(str(error) + hint)}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
 
 

@@ -205,7 +205,8 @@ def _prompt(llm: LLM, line: bytes, source: str) -> Any:
     except (ValueError, TypeError) as error:
         raise RolloutFormatError(f"{source}: {error}; expected a JSON object") from error
     if len(keys) != 1:
-        raise RolloutFormatError(f"{source}: has {sorted(keys)}; expected one of prompt, prompt_token_ids, messages")
+        found = sorted(keys or record)
+        raise RolloutFormatError(f"{source}: has {found}; expected one of prompt, prompt_token_ids, messages")
     key = keys.pop()
     return llm.chat_prompt(record[key]) if key == "messages" else {key: record[key]}
 

@@ -17,7 +17,7 @@ from ..integrations.rollouts import Rollout, RolloutFormatError
 from ..kernels.contract import Contract
 from ..model.stored import stored_state
 
-_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_DISTRIBUTION = "temperature", "top_k", "top_p", "min_p", "min_tokens"
 _COPY = -20.0  # nats: two draws of a less likely sequence are a copy
 FOREIGN = 1.0  # nats: no numerical format moves log-probs as far on average; another model or temperature may
 _EXCLUDED = 1e-3  # share of tokens that the given filters would not have let through
@@ -26,8 +26,15 @@ _EXCLUDED = 1e-3  # share of tokens that the given filters would not have let th
 def provenance_of(checksums: dict[str, str], contract: Contract, params: SamplingParams) -> dict[str, Any]:
     """Return the origin that a record of exact rollouts states. checksums: of each tensor of the model."""
     digest = hashlib.blake2b(repr(sorted(checksums.items())).encode(), digest_size=16).hexdigest()
-    filters = {name: getattr(params, name) for name in _FILTERS}
-    return {"model": digest, "contract": contract.hash, **filters}
+    return {"model": digest, "contract": contract.hash, **_distribution(params)}
+
+
+def _distribution(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that decide what tokens are sampled from, as JSON has them."""
+    found = {name: getattr(params, name) for name in _DISTRIBUTION}
+    if params.min_tokens:  # what ends a completion can't come before
+        found |= {"ignore_eos": params.ignore_eos, "stop_token_ids": sorted(set(params.stop_token_ids))}
+    return found
 
 
 def expected_provenance(model: PreTrainedModel, params: SamplingParams) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def expected_provenance(model: PreTrainedModel, params: SamplingParams) -> dict[
 def check_sampling(rollouts: Iterable[Rollout], params: SamplingParams) -> Iterator[Rollout]:
     """Yield the rollouts. Raises RolloutFormatError at one that says it was sampled with other parameters."""
     for rollout in rollouts:
-        _check_origin(rollout, {name: getattr(params, name) for name in _FILTERS})
+        _check_origin(rollout, _distribution(params))
         yield rollout
 
 
@@ -79,7 +86,7 @@ def check_engine(rollouts: list[Rollout], path: object) -> None:
     if excluded > _EXCLUDED * len(exact):
         raise RolloutFormatError(
             f"{path}: {excluded} of {len(exact)} tokens could not be sampled under the given filters; expected the "
-            "--top-k, --top-p and --min-p that the engine sampled with"
+            "--top-k, --top-p, --min-p and --min-tokens that the engine sampled with"
         )
     distance = float(np.abs(engine - exact)[possible].mean()) if possible.any() else 0.0
     if distance > FOREIGN:

@@ -182,7 +182,7 @@ def _tell(log: Path, trainer: Trainer, console: Console, evaluate_every: int, me
     last = trainer.steps_done == trainer.config.steps
     if evaluate_every and (trainer.steps_done % evaluate_every == 0 or last):
         metrics["validation"] = trainer.evaluate()
-    console.print(live_line(metrics), highlight=False)
+    console.print(live_line(metrics), highlight=False, soft_wrap=True)
     if trainer.rank == 0:
         with log.open("a") as file:
             file.write(json.dumps(metrics) + "\n")

@@ -276,6 +276,30 @@ def test_rollouts_that_say_that_they_were_sampled_otherwise_are_refused(files):
             calibration.calibrate_files(files[2], None, files[0], other)
 
 
+@pytest.mark.parametrize("ends", [{}, {"ignore_eos": True, "stop_token_ids": (7, 9)}], ids=str)
+def test_what_may_not_end_a_rollout_is_part_of_its_distribution(checkpoint, tmp_path, ends):
+    """And of its origin: with it the rollouts are exact, and without it no rollouts of these options."""
+    prompts, exact, params = (
+        tmp_path / "prompts",
+        tmp_path / "exact.jsonl",
+        dataclasses.replace(PARAMS, min_tokens=8, **ends),
+    )
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    mismatch.write_exact(
+        LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22, skip_tokenizer_init=True), prompts, exact, params
+    )
+    model = exact_model(checkpoint("llama"))
+    found = mismatch.diagnose(exact, model, dataclasses.replace(params, max_tokens=None), use_tqdm=False)
+    assert found.summary["max_abs"] == 0
+    provenance.check_reference(
+        mismatch.scored(read_rollouts(exact), model, params), provenance.expected_provenance(model, params)
+    )
+    others = [{"min_tokens": 0}, *({name: SamplingParams.__dataclass_fields__[name].default} for name in ends)]
+    for other in others:
+        with pytest.raises(RolloutFormatError, match=f"it was sampled with {next(iter(other))} "):
+            mismatch.diagnose(exact, model, dataclasses.replace(params, **other), use_tqdm=False)
+
+
 def test_a_mismatch_beyond_numerics_is_doubted(files, tmp_path):
     far = changed(files[1], tmp_path / "far.jsonl", lambda n, r: r.update(old_logprobs=[-9.0] * len(r["token_ids"])))
     assert "more than numerics can explain" in mismatch.diagnose(far, use_tqdm=False).warnings[0]

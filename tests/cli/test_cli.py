@@ -1,6 +1,7 @@
 """The command line and the examples, run as a user runs them."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -8,17 +9,19 @@ import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from samebits import __version__
+from samebits import __version__, engine
 from samebits.cli import main
 from samebits.cli.main import app
-from samebits.engine import EngineConfig
+from samebits.engine import Completion, EngineConfig, RequestOutput
 from samebits.engine.executor import LocalExecutor
 from samebits.kernels import ops
 from samebits.kernels.libraries import xformers_state
@@ -67,6 +70,26 @@ def test_an_answer_that_ctrl_c_stops_leaves_no_token_to_the_next(smollm2, monkey
     first, second, _ = done.stdout.splitlines()
     assert first == "you> The capital of"
     assert second == "you> The capital of Italy is Rome."
+
+
+def test_a_models_text_is_printed_as_it_is(monkeypatch):
+    """No emoji for its name, no space for a tab, no end of a line at 80 columns."""
+    text = "a :smile: b\t[bold]c[/bold] " + "word " * 30 + "end"
+    completion = Completion(0, [5], [-1.0], "length", None, [], text=text)
+    output = RequestOutput("r", "p", [1], [completion], None, True)
+    monkeypatch.setattr(engine, "LLM", lambda *_, **__: SimpleNamespace(generate=lambda *_: [output]))
+    monkeypatch.setattr(main, "console", Console(file=io.StringIO()))
+    app(["generate", "model", "prompt"], standalone_mode=False)
+    assert main.console.file.getvalue().split("\n", 1)[1] == text + "\n"
+    monkeypatch.setattr(main, "console", Console(file=io.StringIO()))
+    assert main._show([output]) == main.console.file.getvalue() == text
+
+
+def test_rollouts_never_replace_their_prompts(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}\n")
+    with pytest.raises(ValueError, match="is the file of the prompts"):
+        app(["rollout", "model", str(prompts), "--out", f"{tmp_path}/./prompts.jsonl"], standalone_mode=False)
 
 
 def test_a_failed_sample_is_told_with_its_reason(checkpoint, tmp_path):
