@@ -41,7 +41,7 @@ class EngineConfig:
     CPU a quarter of the free memory, as it fills; divided among the workers of a machine, or less if less is of use."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, KV and a step may take together; KV and a step take at most that share of
-    what others leave free."""
+    what others leave free. KV leaves room for an update's new weights where it keeps as much itself."""
     enforce_eager: bool = False
     """Use no CUDA graphs."""
     async_scheduling: bool | None = None

@@ -85,7 +85,8 @@ class LocalExecutor(Executor):
     is_local = True
 
     def __init__(self, path: pathlib.Path, config: EngineConfig):
-        self.workers = [Worker(path, config, layers) for layers in stage_layers(path, config)]
+        stages = stage_layers(path, config)
+        self.workers = [Worker(path, config, layers, len(stages)) for layers in stages]
         super().__init__(len(self.workers), config.start_timeout)
         self.info = ModelInfo.of([worker.info() for worker in self.workers])
         self.collective_rpc("initialize_cache", self.info.num_blocks)

@@ -105,7 +105,7 @@ class Worker:
             if self.config.kv_cache_memory_bytes < block_bytes:
                 raise ValueError(f"kv_cache_memory_bytes is less than one block of {block_bytes} bytes")
             return self.config.kv_cache_memory_bytes // block_bytes
-        fits = self._kv_memory() // self.sharers // block_bytes
+        fits = self._kv_memory() // block_bytes
         if fits < 1:
             raise MemoryError(f"no memory for a KV block of {block_bytes} bytes; on a GPU raise gpu_memory_utilization")
         blocks_per_sequence = -(-max_model_len(self.path, self.config) // ops.backend(self.model.device).BLOCK)
@@ -116,19 +116,21 @@ class Worker:
         return ops.backend(self.model.device).GRAPHS and not self.config.enforce_eager
 
     def _kv_memory(self) -> int:
-        """The bytes for KV. On a GPU its share less the weights, or that share of what is free if others hold much, and
-        less what a step needs; else a quarter of what is free.
+        """The bytes for this worker's KV. On a GPU its share less the weights, or that share of what is free if others
+        hold much, less what a step needs, and less the new weights of an update where KV keeps as much; else a quarter
+        of what is free.
         """
         device = self.model.device
         if device.type != "cuda":
-            return psutil.virtual_memory().available // 4
+            return psutil.virtual_memory().available // 4 // self.sharers
         tokens = self.config.max_num_batched_tokens
         step = ModelRunner.peak_bytes(self.model, tokens)
         if self._records:  # graphs keep what theirs takes
             step += ModelRunner.peak_bytes(self.model, min(tokens, MOST_TOKENS))
         free, total = torch.cuda.mem_get_info(device)
         share = self.config.gpu_memory_utilization
-        return int(min(share * total - self.weight_bytes, share * free) - step)
+        room = int(min(share * total - self.weight_bytes, share * free) - step) // self.sharers
+        return room - self.weight_bytes if room >= 2 * self.weight_bytes else room
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Take the KV memory and pack the weights."""

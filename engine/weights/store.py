@@ -188,10 +188,16 @@ class StagedWeights:
         store.table.check_spec(TensorSpec.of(name, tensor))
         if not all_finite(tensor):
             raise WeightUpdateError(f"tensor {name!r} holds NaN or infinity")
-        if name in store.table.pieces:
-            self._stage_piece(name, store.table.pieces[name], tensor.detach())
-        else:
-            self._stage(name, tensor.detach())
+        try:
+            if name in store.table.pieces:
+                self._stage_piece(name, store.table.pieces[name], tensor.detach())
+            else:
+                self._stage(name, tensor.detach())
+        except torch.OutOfMemoryError as error:
+            raise WeightUpdateError(
+                "no memory for new weights beside the old ones and the KV cache; lower kv_cache_memory_bytes, or "
+                f"update while the engine sleeps: {error}"
+            ) from error
         self.given.add(name)
 
     def _stage_piece(self, name: str, piece: Piece, tensor: Tensor) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -92,6 +93,8 @@ BAD_PARAMS = [
     ({"top_p": float("nan")}, ValueError, "top_p must be in"),
     ({"top_k": -2}, ValueError, "top_k must be at least -1"),
     ({"top_k": 1.5}, TypeError, "top_k must be an integer"),
+    ({"top_k": 2**63}, ValueError, "top_k must be at least -1 and at most 9223372036854775807"),
+    ({"stop": 5}, TypeError, "stop must be a string or several"),
     ({"min_p": 2}, ValueError, "min_p must be in"),
     ({"min_p": -0.1}, ValueError, "min_p must be in"),
     ({"min_tokens": -1}, ValueError, "min_tokens must be at least 0"),
@@ -181,10 +184,11 @@ def test_a_bad_engine_setting_is_refused_by_name(checkpoint, setting, error, mes
 @pytest.mark.parametrize(
     ("share", "held", "sharers", "expected"),
     [
-        (0.9, 0, 1, 90 - 10 - 5),  # weights and a step
-        (0.5, 0, 1, 50 - 10 - 5),
-        (0.5, 30, 1, 30 - 5),  # half of the 60 that a trainer beside it leaves free
-        (0.9, 10, 2, (72 - 5) // 2),  # a GPU for two workers
+        (0.9, 0, 1, 90 - 10 - 5 - 10),  # weights, a step, and an update's weights
+        (0.5, 0, 1, 50 - 10 - 5 - 10),
+        (0.5, 30, 1, 30 - 5 - 10),  # half of the 60 that a trainer beside it leaves free
+        (0.9, 10, 2, (72 - 5) // 2 - 10),  # a GPU for two workers
+        (0.3, 0, 1, 30 - 10 - 5),  # too little for an update, too
     ],
 )
 def test_a_gpus_memory_is_shared_out_as_set(monkeypatch, share, held, sharers, expected):
@@ -200,3 +204,15 @@ def test_a_gpus_memory_is_shared_out_as_set(monkeypatch, share, held, sharers, e
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
     with pytest.raises(MemoryError, match="raise gpu_memory_utilization"):
         worker._max_blocks(1)
+
+
+def test_stages_in_one_process_share_its_memory(checkpoint, monkeypatch):
+    """A quarter of what is free, together."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 22))
+    for stages in ({}, {"pipeline_parallel_size": 2, "backend": "inproc"}):
+        llm = LLM(checkpoint("llama"), max_num_seqs=256, **stages)
+        assert 2**20 * 0.9 < llm.engine.executor.info.kv_cache_bytes <= 2**20
+
+
+def test_a_step_of_a_gpu_may_have_more_tokens():
+    assert [EngineConfig(device=d).max_num_batched_tokens for d in ("cpu", "cuda")] == [2048, 8192]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, CheckpointError, NumericsError, SamplingParams, WeightUpdateError
 from samebits.engine import VersionSpan
+from samebits.kernels import ops
 from samebits.trainer import exact_model
 
 from helpers.engines import (
@@ -334,3 +335,22 @@ def test_a_directory_may_say_otherwise_what_decides_no_bit(checkpoint, updated, 
     assert llm.update_weights(path) == 1
     (path / "config.json").unlink()
     assert llm.update_weights(path) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])  # the second sends experts in pieces
+def test_an_update_without_memory_says_what_to_do_and_the_next_one_goes_through(checkpoint, family, monkeypatch):
+    """On a GPU, whose KV pool may have been given all."""
+    llm = LLM(checkpoint(family), kv_cache_memory_bytes=1 << 20)
+    before, model = llm.weight_checksums(), exact_model(checkpoint(family))
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("of 80 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.PackedWeight, "pack", full)
+        with pytest.raises(WeightUpdateError, match=r"lower kv_cache_memory_bytes, or update while .*: of 80 GiB"):
+            llm.update_weights(model)
+    assert llm.weight_checksums() == before and llm.weight_version == 0
+    assert llm.update_weights(model) == 1 and llm.weight_checksums() != before

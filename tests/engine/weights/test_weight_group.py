@@ -1,8 +1,10 @@
 """Weights over a process group: what arrives is what was sent, and nothing that goes wrong hangs either side."""
 
 import contextlib
+import itertools
 import multiprocessing
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,3 +173,21 @@ def test_lists_of_tensors_from_the_wire_are_parsed_or_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             parse_specs(*arguments)
+
+
+@pytest.mark.parametrize(("polls", "arrives"), [(3, True), (10**9, False)])
+def test_the_host_sleeps_while_nccl_receives(polls, arrives):
+    """NCCL's `wait`, given a limit, would spin; and it would order streams alone, given none: what is late is seen."""
+    calls, left = [], itertools.count(1)
+    work = SimpleNamespace(is_completed=lambda: next(left) > polls, wait=lambda limit: calls.append("wait"))
+    group = WeightGroup.__new__(WeightGroup)
+    group.backend, group.timeout, group.name, group.rank, group.world_size = "nccl", 0.2, "w", 1, 2
+    group._backend = SimpleNamespace(abort=lambda: calls.append("abort"))
+    bucket = [TensorSpec("lm_head.weight", (2, 2), torch.float32)]
+    if arrives:
+        group._wait(work, bucket)
+        assert calls == ["wait"] and next(left) == polls + 2
+        return
+    with pytest.raises(TransferError, match=r"'lm_head.weight'.* took more than 0.2 s on rank 1 of 2: timed out"):
+        group._wait(work, bucket)
+    assert calls == ["abort"] and not group.usable
