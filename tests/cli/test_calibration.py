@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from samebits import LLM, SamplingParams
-from samebits.cli import calibration, mismatch, plots, provenance, report, scores
+from samebits.cli import calibration, main, mismatch, plots, provenance, report, scores
 from samebits.cli.main import app
 from samebits.correction import PRESETS, preset
 from samebits.integrations import corrections
@@ -274,6 +274,10 @@ def test_rollouts_that_say_that_they_were_sampled_otherwise_are_refused(files):
             mismatch.diagnose(files[2], files[0], other, use_tqdm=False)
         with pytest.raises(RolloutFormatError, match=rf"it was sampled with {name} "):
             calibration.calibrate_files(files[2], None, files[0], other)
+
+
+def test_commands_have_options_for_all_of_a_distribution():
+    assert provenance._distribution(SamplingParams(min_tokens=1)).keys() == main.DISTRIBUTION.keys()
 
 
 @pytest.mark.parametrize("ends", [{}, {"ignore_eos": True, "stop_token_ids": (7, 9)}], ids=str)

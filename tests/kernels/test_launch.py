@@ -140,6 +140,19 @@ def test_cublas_serves_only_in_sizes_that_are_proven(cublas, monkeypatch):
     assert not any(library_products._proven.values())
 
 
+def test_a_gate_and_its_up_are_read_from_aligned_addresses(monkeypatch):
+    """As the kernel tells the compiler, wherever the weights are."""
+    given, launch = [], linear.launch
+    monkeypatch.setattr(
+        linear, "launch", lambda kernel, grid, *args, **o: (given.extend(args[1:3]), launch(kernel, grid, *args, **o))
+    )
+    x, pair = torch.randn(9, 64).half(), torch.randn(2, 40, 64).half()
+    odd = torch.empty(2 * 2560 + 1, dtype=torch.float16)[1:].view(2, 40, 64).copy_(pair)
+    assert odd.data_ptr() % 16
+    found = [gated_products(x, list(weights), [None, None], "silu", torch.float16, PLAIN) for weights in (pair, odd)]
+    assert torch.equal(*found) and not any(weight.data_ptr() % 16 for weight in given)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_launches_overlap_where_a_gpu_can(early, monkeypatch):
     """What `kernel[grid](...)` gets on a GPU, from compute capability 9.0 on and before."""
