@@ -1,9 +1,9 @@
 """The README's example: sample with the engine, score with the trainer, compare bits, take a step, update, repeat."""
 
-import torch
-
-from samebits import LLM, SamplingParams
+from samebits import LLM, SamplingParams  # before torch: it sets how OpenMP's threads wait
 from samebits.trainer import exact_model, token_logprobs
+
+import torch
 
 llm = LLM("smollm2")
 params = SamplingParams(n=4, temperature=1.0, max_tokens=32, seed=7)

@@ -61,6 +61,7 @@ REFUSED = {  # options that must keep their defaults, and what to do
     "vllm_enable_sleep_mode": "the engine stays awake: give vllm_gpu_memory_utilization what fits beside the trainer",
     "vllm_tensor_parallel_size": "give engine={'pipeline_parallel_size': n}",
     "vllm_server_timeout": "start the server first: nothing waits for it",
+    "vllm_group_port": "a port that is free is taken; leave it out",
     "vllm_model_impl": "models are those of samebits.trainer.exact_model",
 }
 # What generation_kwargs can't set.

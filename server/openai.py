@@ -30,7 +30,9 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class _Common(CallBody, Sampling):
+class OpenAIRequest(CallBody, Sampling):
+    """What the bodies of completions and chat have in common."""
+
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -53,7 +55,7 @@ class _Common(CallBody, Sampling):
                 raise ValueError(f"response_format {given!r}: give text, json_object, or json_schema with a schema")
 
 
-class CompletionRequest(_Common):
+class CompletionRequest(OpenAIRequest):
     """The body of `/v1/completions`."""
 
     prompt: str | Ids | Items[str] | Items[Ids]
@@ -61,7 +63,7 @@ class CompletionRequest(_Common):
     logprobs: int | None = Field(default=None, ge=0)
 
 
-class ChatRequest(_Common):
+class ChatRequest(OpenAIRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Items[dict[str, Any]]
@@ -116,7 +118,7 @@ class DetokenizeRequest(Body):
 class _Writer:
     """The writer of one call's choices, whole or as chunks."""
 
-    def __init__(self, server: Service, body: _Common, n: int, request_id: str, chat: Conversation | None = None):
+    def __init__(self, server: Service, body: OpenAIRequest, n: int, request_id: str, chat: Conversation | None = None):
         self.server = server
         self.body = body
         self.n = n
@@ -237,7 +239,9 @@ def prompt_logprobs(server: Service, output: RequestOutput) -> Iterator[bytes | 
     return itertools.chain([None], itertools.islice(map(row, *columns), 1, None))
 
 
-async def _answer(server: Service, body: _Common, prompts: list, params: SamplingParams, chat: Conversation | None):
+async def _answer(
+    server: Service, body: OpenAIRequest, prompts: list, params: SamplingParams, chat: Conversation | None
+):
     server.check_model(body.model)
     if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise ValueError("include_usage is a stream's; set stream, or leave it out")

@@ -343,6 +343,7 @@ def test_an_engine_of_another_dtype_is_refused_at_once(path, tmp_path):
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode.*vllm_gpu_memory_utilization"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"vllm_server_timeout": 9.0}, "vllm_server_timeout.*start the server first"),
+        ({"vllm_group_port": 9}, "vllm_group_port.*leave it out"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction.*check=False"),
         ({"model_init_kwargs": {"use_kernels": True}}, r"model_init_kwargs \['use_kernels'\]"),
         ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs \['presence_penalty'\]"),
