@@ -1,4 +1,4 @@
-"""What chats and agents need around an engine, without HTTP: messages, calls of tools, token ids kept over turns."""
+"""Chats and agents around an engine, without HTTP: messages, calls of tools, token ids kept over turns."""
 
 from .kept_ids import KeptIds, conversation_keys, next_key
 from .messages import plain

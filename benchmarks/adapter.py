@@ -1,4 +1,4 @@
-"""What a LoRA adapter costs: decode steps of an engine with one and without, in alternation, and updates of it alone.
+"""The cost of a LoRA adapter: decode steps of an engine with one and without, in alternation, and updates of it alone.
 
 OMP_NUM_THREADS=2 python benchmarks/adapter.py --rows 8 32 [--out FILE.json]
 """

@@ -1,4 +1,4 @@
-"""What bounds a decode step on a CPU: its time beside that of reading weights and KV once, in one run.
+"""The bounds of a decode step on a CPU: its time beside that of reading weights and KV once, in one run.
 
 OMP_NUM_THREADS=2 python benchmarks/decode.py --dtype float32 bfloat16
 Steps of one row and of a few, with each layer in one launch and in several, in alternation; then attention alone over

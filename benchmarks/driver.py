@@ -117,7 +117,7 @@ def prompt(number: int) -> list[int]:
 
 
 def params(number: int, n: int) -> SamplingParams:
-    """What request `number` asks for."""
+    """Return the parameters of request `number`."""
     return SamplingParams(n=n, max_tokens=LENGTHS[number % len(LENGTHS)], seed=0)
 
 
@@ -183,7 +183,7 @@ def empty_batches(path: pathlib.Path, waiting: int, n: int) -> dict[str, float]:
 
 
 def measure(path: pathlib.Path, sizes: list[int], n: int, rounds: int, quiet: bool = False) -> dict[str, list[float]]:
-    """What each measure found for each size, seconds: the median of the rounds, in which the sizes take turns."""
+    """Return the seconds of each measure for each size: the median of the rounds, in which the sizes take turns."""
     found: dict[str, dict[int, list[float]]] = {}
     for _ in tqdm(range(rounds), desc=f"n={n}", unit="round", disable=quiet):
         for size in sizes:

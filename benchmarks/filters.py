@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p cost: a decode step's time with each beside one without, in alternation.
+"""The cost of top-k, top-p and min-p: a decode step's time with each beside one without, in alternation.
 
 OMP_NUM_THREADS=2 python benchmarks/filters.py --rows 32
 """

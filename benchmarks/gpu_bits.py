@@ -337,7 +337,7 @@ def properties(device, folder: str, sizes: Iterable[str], cases: int) -> dict[st
 
 
 def waits(llm: LLM) -> list[str]:
-    """Where the host waits for the GPU while it starts a step: nowhere, or steps could not overlap."""
+    """Return the places where the host waits for the GPU while it starts a step: none, or steps could not overlap."""
     llm.add_request([1, 2, 3], SamplingParams(n=2, max_tokens=8, ignore_eos=True))
     for _ in range(4):
         llm.step()

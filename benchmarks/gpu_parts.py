@@ -1,4 +1,4 @@
-"""What one process of `gpu.py` runs: a probe, a gate or a measurement, by its name."""
+"""The work of one process of `gpu.py`: a probe, a gate or a measurement, by its name."""
 
 from __future__ import annotations
 

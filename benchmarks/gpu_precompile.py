@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class Share:
-    """In the place of `launch`: compiles what falls to this share, each kind of call once."""
+    """A substitute for `launch` that compiles what falls to this share, each kind of call once."""
 
     def __init__(self, share: int, shares: int, settings: dict[str, bool]):
         self.share, self.shares, self.settings = share, shares, settings
@@ -62,7 +62,7 @@ class Share:
 
 
 class NoDriver:
-    """In the place of Triton's driver where there is no GPU: says what to compile for."""
+    """A substitute for Triton's driver where there is no GPU: it says what to compile for."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -75,7 +75,7 @@ class NoDriver:
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton specialises a kernel on."""
+    """Return what Triton specialises a kernel on."""
     if isinstance(argument, torch.Tensor):
         return str(argument.dtype), argument.data_ptr() % 16 == 0
     if isinstance(argument, int):

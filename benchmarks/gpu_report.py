@@ -1,4 +1,4 @@
-"""What a GPU run found as a page of Markdown, and its figures held against the bars that the project has set itself."""
+"""The findings of a GPU run as a page of Markdown, and its figures held against the project's bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exactness costs on this GPU: ratios in one run, against the same engine on cuBLAS, bandwidth, and HF."""
+"""The cost of exactness on this GPU: ratios in one run, against the same engine on cuBLAS, bandwidth, and HF."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def linears(device: torch.device, size: str, rows: tuple[int, ...]) -> list[dict
 
 
 def one_linear(device: torch.device, part: str, features: int, depth: int, rows: int) -> dict[str, float]:
-    """By replays of a captured graph of several calls on different weights, more than the L2 cache holds.
+    """Time replays of a captured graph of several calls on different weights, more than the L2 cache holds.
 
     Ours compute q, k and v as a layer launches them; cuBLAS has them side by side.
     """

@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a part found, or its error: kind, case, message, trace and what repeats it. One of them is None."""
+    """The findings of a part, or its error: kind, case, message, trace and what repeats it. One of them is None."""
 
     found: Any
     error: dict[str, str] | None

@@ -1,4 +1,4 @@
-"""What rollout routing replay would remove, for exact rollouts and for other engines', on random mixtures.
+"""The mismatch that rollout routing replay would remove, for exact rollouts and for other engines', on random mixtures.
 
 usage: python benchmarks/routing.py [--model small heavy mixture] [--prompts 24] [--tokens 64] [--peers hf vllm]
            [--dtype float32 bfloat16] [--json FILE] [--keep FOLDER]

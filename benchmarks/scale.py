@@ -79,7 +79,7 @@ def ray_seconds() -> float:
 
 
 def _take_turns(pipe: Any, model: str, dtype: str, runs: int, settings: dict) -> None:
-    """In a layout's process: says that it is ready, waits to be asked for the next run; at last sends what it found."""
+    """Run one layout in its process: wait to be asked before each run, and send the findings after the last."""
 
     def turn() -> None:
         pipe.send(None)
@@ -141,8 +141,9 @@ def rounds_of(
 
 
 def update_seconds(model: str, dtype: str, repeats: int = 11) -> dict[int, list[float]]:
-    """Of updates from a module to an engine in this process and to 2 replicas, of one thread each, in turn; the first
-    three, which make groups and touch memory for the first time, are not counted."""
+    """Time updates from a module to an engine in this process and to 2 replicas, of one thread each, in turn.
+
+    The first three, which make groups and touch memory for the first time, are not counted."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": 2**26, "skip_tokenizer_init": True}
@@ -213,7 +214,7 @@ def draw(found: dict, file: pathlib.Path) -> None:
 
 
 def overhead_seconds(model: str) -> float:
-    """What the driver does for a step beside the model: schedule, plan, take the tokens."""
+    """Return the driver's time for a step beside the model: schedule, plan, take the tokens."""
     llm = LLM(model, kv_cache_memory_bytes=2**29, skip_tokenizer_init=True)
     worker = llm.engine.executor.workers[0]
     model_seconds = []

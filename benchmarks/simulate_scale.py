@@ -118,7 +118,7 @@ def example_7b() -> Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Workload(Options):
-    """What an RL run asks for: `steps` times `prompts` x `group` responses."""
+    """The demand of an RL run: `steps` times `prompts` x `group` responses."""
 
     prompts: int = option(1024, "prompts of an RL step", 1)
     prompts_per_gpu: int = option(0, "instead of --prompts: so many for each GPU (weak scaling)")
@@ -300,7 +300,7 @@ class Replica(NamedTuple):
 def constants(
     profile: Profile, cluster: Cluster | None = None, budget: int = 0, prompt: int = 0, limit: int = 0
 ) -> Constants:
-    """What stays the same through a simulation."""
+    """Return what stays the same through a simulation."""
     cluster, layer, head = cluster or Cluster(), profile.layer_seconds, profile.head_seconds
     seconds = layer["base"], layer["per_token"], layer["per_context_token"], head["base"], head["per_row"]
     link = cluster.link_latency_us * 1e-6, profile.hidden_bytes_per_token * 8e-9 / cluster.link_gbps

@@ -1,4 +1,4 @@
-"""What drafts save: steps and seconds with and without speculation, on SmolLM2, with every result compared as bits.
+"""The savings of drafts: steps and seconds with and without speculation on SmolLM2, every result compared as bits.
 
 python benchmarks/speculation.py [--json FILE] [--driver] [--plot docs/speculation.png]
 

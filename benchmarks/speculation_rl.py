@@ -1,4 +1,4 @@
-"""What drafts save in training: two runs of one task, with suffix drafts and without, whose steps take turns.
+"""The savings of drafts in training: two runs of one task, with suffix drafts and without, whose steps take turns.
 
 python benchmarks/speculation_rl.py MODEL [--steps 24] [--task counting | words | FILE.jsonl] [--chat] [--json FILE]
 
@@ -97,7 +97,7 @@ def validate(one: Trainer, count: int, temperature: float) -> tuple[float, float
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    """What must be equal."""
+    """Return what must be equal: all metrics but times."""
     return {name: value for name, value in metrics.items() if "second" not in name}
 
 

@@ -1,4 +1,4 @@
-"""When each stage of a replica computes its steps: measured in the stages' processes, by wrapping their workers."""
+"""The times of each stage's steps in a replica: measured in the stages' processes, by wrapping their workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, and what its log-probs need in memory.
+"""The time of a training step, part by part, and the memory that its log-probs need.
 
 usage: python benchmarks/train_step.py [--model smollm2] [--groups 8] [--group-size 8] [--max-tokens 64] [--steps 5]
                                        [--json FILE]

@@ -1,4 +1,4 @@
-"""What `samebits diagnose` and `samebits calibrate` found, as a list of parts: the same facts on a console, in
+"""The findings of `samebits diagnose` and `samebits calibrate` as a list of parts: the same facts on a console, in
 markdown, as JSON, and (`page.py`) as HTML with figures."""
 
 from __future__ import annotations

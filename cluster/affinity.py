@@ -1,4 +1,4 @@
-"""Which replica knows the start of a prompt, so that its prefix cache is hit."""
+"""The choice of a replica that knows the start of a prompt, so that its prefix cache is hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica has which request, from its submission to its end."""
+"""The requests of each replica, from their submission to their end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Assignment:
 
 
 class Dispatcher:
-    """What gives an engine's requests to its replicas, and to others when one dies.
+    """The assignment of an engine's requests to its replicas, and to others when one dies.
 
     events: what the thread that drives the engine is to call. serving: the replicas that take requests. assigned: by
     the serial numbers that the requests got with their assignments.

@@ -1,4 +1,4 @@
-"""What runs in actors: a stage's worker and, beside the first, an `EngineCore` that steps by itself and reports."""
+"""The actors of a replica: a stage's worker and, beside the first, an `EngineCore` that steps by itself and reports."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any, side: Any) 
 
 
 class _Kind(NamedTuple):
-    """What a graph has room for: tokens, and items of attention. `shared` ones each read for two sequences or more,
+    """The capacity of a graph: tokens, and items of attention. `shared` ones each read for two sequences or more,
     `small` ones have `most` tokens at most, `large` ones fill the tiles of prompts.
     """
 
@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
 
     @property
     def num_items(self) -> tuple[int, int, int]:
-        """Of each kind, in their order."""
+        """The most items of each sort, in `work_items`' order."""
         return self.shared, self.small, self.large
 
 

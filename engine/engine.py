@@ -20,7 +20,7 @@ MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class Engine(ABC):
-    """What serves requests: one replica (`EngineCore`), many (`samebits.cluster`), or a server (`RemoteEngine`).
+    """The interface for requests: to a replica (`EngineCore`), many (`samebits.cluster`) or a server (`RemoteEngine`).
 
     Requests go in by `add_request`. `step` puts each that got a token or ended into `outbox`, from which the caller
     takes it; nothing else carries results. What is wrong with a request ends that request alone; what breaks the engine

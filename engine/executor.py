@@ -28,7 +28,7 @@ class StepResult(Protocol):
 
 
 class Executor(Workers):
-    """What runs the model of one replica on its workers: the whole model in one, or a pipeline stage in each.
+    """The interface to the model of one replica on its workers: the whole model in one, or a pipeline stage in each.
 
     is_local: all workers are in this process, so that a step which fails leaves nothing behind elsewhere.
     """

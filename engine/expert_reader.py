@@ -20,7 +20,7 @@ class EndedSample(NamedTuple):
 
 
 class ExpertReader:
-    """What fills in the `routed_experts` of samples that end, where their requests ask for them."""
+    """The reader of the `routed_experts` of samples that end, where their requests ask for them."""
 
     def __init__(self, executor: Executor, block_size: int):
         self.executor = executor

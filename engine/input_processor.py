@@ -23,7 +23,7 @@ _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 
 @dataclass
 class InputProcessor:
-    """What checks and tokenises prompts.
+    """The check and tokenisation of prompts.
 
     It holds no state of the engine: threads may each use one with their own tokenizer.
 

@@ -1,4 +1,4 @@
-"""What a request returns: token ids, log-probs, finish reasons and the spans of weight versions."""
+"""The outputs of a request: token ids, log-probs, finish reasons and the spans of weight versions."""
 
 from __future__ import annotations
 

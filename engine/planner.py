@@ -32,7 +32,7 @@ class Plan:
 
 
 class Planner:
-    """What makes a step's `Plan` from the scheduler's batch. It reads sequences and never changes them."""
+    """The maker of a step's `Plan` from the scheduler's batch. It reads sequences and never changes them."""
 
     def __init__(self, config: PretrainedConfig, device: torch.device):
         self.kernels = ops.backend(device)

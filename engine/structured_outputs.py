@@ -26,7 +26,7 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What a completion must look like, from its first token to EOS; exactly one of these. The names are vLLM's.
+    """The form of a completion, from its first token to EOS; exactly one of these. The names are vLLM's.
 
     Raises GrammarError, a ValueError; what is wrong in a grammar is found where a prompt comes with it.
     """

@@ -300,7 +300,7 @@ def add_exact_head(model: PreTrainedModel, params: SamplingParams) -> None:
 
 
 class ExactGeneration:
-    """What TRL's trainers ask of their `VLLMGeneration`, by an `LLM`: `sync_weights` and `generate`.
+    """The part of `VLLMGeneration` that TRL's trainers use, by an `LLM`: `sync_weights` and `generate`.
 
     Random numbers depend on TRL's seed, the step and the sample's number among all ranks': a run repeats, also when it
     is resumed, and with another number of ranks as long as no group is split and no tool is called, as TRL asks for

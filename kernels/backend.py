@@ -85,7 +85,7 @@ HeadNorms = tuple[tuple[Tensor, float], tuple[Tensor, float]]  # weight [D] and 
 
 
 class ExpertParts(NamedTuple):
-    """What a layer's experts compute with, and the router that chooses k of them; see `route` and `packed_experts`."""
+    """The weights of a layer's experts, and the router that chooses k of them; see `route` and `packed_experts`."""
 
     router: Any  # its weight [E, hidden]
     k: int
@@ -96,7 +96,7 @@ class ExpertParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """What a gated decoder layer of the usual kind computes with; all in the storage dtype, as `storage` gives it.
+    """The weights and settings of a gated decoder layer of the usual kind; in the storage dtype, as `storage` gives it.
 
     linears: q, k, v, o, gate, up, down; of each a `pack`ed weight, its features, a bias or None, and what
     `pack_low_rank` gave or None. norms: weight and eps, or None: of the sum after attention, of that after the layer,
@@ -386,7 +386,7 @@ class Backend(Protocol):
 
     @property
     def decoder_layers(self) -> type[DecoderLayers]:
-        """What computes several layers without their modules' calls."""
+        """The class that computes several layers without their modules' calls."""
 
     # --- from logits to tokens
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a packed batch belong: their sequences, their positions, and the KV blocks that hold them."""
+"""The places of a packed batch's tokens: their sequences, their positions, and the KV blocks that hold them."""
 
 from __future__ import annotations
 

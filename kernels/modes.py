@@ -1,4 +1,4 @@
-"""What all ops share: a cheap way past autograd, and a way out of torch-function modes."""
+"""The common parts of all ops: a cheap way past autograd, and a way out of torch-function modes."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def logit_logprobs(logits: Tensor, targets: Tensor, params: RowParams) -> TokenL
 
 
 class LogitScale(NamedTuple):
-    """What a model does to its lm_head's product: times a number, or divided by it. Its own gradient, too."""
+    """A model's change of its lm_head's product: times a number, or divided by it. Its own gradient, too."""
 
     number: float
     divides: bool

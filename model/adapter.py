@@ -42,7 +42,7 @@ _STARTS = (True, False, "gaussian", "orthogonal")  # ways to begin that leave th
 
 
 class Placement(NamedTuple):
-    """What an adapter adds to one linear: rank rows of A, and the factor before B(A(x))."""
+    """An adapter's addition to one linear: rank rows of A, and the factor before B(A(x))."""
 
     rank: int
     scale: float

@@ -1,4 +1,4 @@
-"""Which ops of a model decide bits, and whether samebits covers each: found by running the model, not by a list of
+"""The ops of a model that decide bits, and whether samebits covers each: found by running the model, not by a list of
 families.
 
 `make_exact` gives modules with a role (see `roles`) samebits' ops. Then one forward of a few tokens under an `OpTrace`

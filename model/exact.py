@@ -314,7 +314,7 @@ def contract_of(model: PreTrainedModel, param_dtype: torch.dtype | None = None) 
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes: under FSDP2 its mesh's device, also while the parameters are offloaded to the CPU."""
+    """Return the device that a model computes on: under FSDP2 its mesh's, even while parameters are on the CPU."""
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 

@@ -1,4 +1,4 @@
-"""Where something was read of a model's modules, so that it need not be read again before it has changed."""
+"""The places in a model's modules where something was read, so that it is read again only after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a rollout does to a model, to the same bits: weights packed once, fewer launches.
+"""The changes that a rollout alone makes to a model, to the same bits: weights packed once, fewer launches.
 
 The trainer's copy keeps HF's parameters and calls.
 """

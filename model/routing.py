@@ -24,7 +24,7 @@ from .coverage import is_router
 
 @dataclass
 class RoutedExperts:
-    """What becomes of the choices of routers in a packed batch of T tokens.
+    """The choices of routers in a packed batch of T tokens: given, or noted.
 
     given: int64 [T, layers, k], ids in any order that take the place of a router's own; a row of -1 leaves it its own.
     noted: [rows, layers, k], where the own choices of routers go, ascending; at: int64 [T], the row of each token.

@@ -1,4 +1,4 @@
-"""What `samebits verify --coverage` prints: how each class of a model's modules computes, or what is not covered."""
+"""The table of `samebits verify --coverage`: how each class of a model's modules computes, or what is not covered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens each step computes, and where their KV lives. Pure Python: no torch."""
+"""The tokens that each step computes, and the blocks of their KV. Without torch."""
 
 from .block_manager import BlockManager
 from .drafts import SpeculativeConfig, Speculator

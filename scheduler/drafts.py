@@ -153,7 +153,7 @@ class Record:
 
 
 class Speculator:
-    """What decides how many tokens to draft: as many as lower the time per token.
+    """The choice of how many tokens to draft: as many as lower the time per token.
 
     That depends on what rows cost and how many drafts were right. A call ends with its last sequence, so where
     sequences end at their limits those that lag are worth all of a step, and those well ahead nothing. Where they end

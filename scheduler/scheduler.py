@@ -69,7 +69,7 @@ class CallQueue:
 
 
 class Scheduler:
-    """What decides which tokens each step computes, so that no call waits for the whole of another one.
+    """The choice of the tokens that each step computes, so that no call waits for the whole of another one.
 
     The first running sequence of each call ranks before all others; otherwise the order is that of arrival. A step goes
     through the sequences by rank. Those that run may take blocks from those that rank below them (preemption: all KV

@@ -1,4 +1,4 @@
-"""Who may do what."""
+"""Keys, and the routes that each of them opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both dialects, and those who look after a server, ask about it."""
+"""The routes that tell about the server: for both dialects, and for those who look after it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class StreamOptions(Body):
 
 
 class OpenAIRequest(CallBody, Sampling):
-    """What the bodies of completions and chat have in common."""
+    """The common fields of completions' and chat's bodies."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0)
     stream_options: StreamOptions | None = None

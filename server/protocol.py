@@ -1,4 +1,4 @@
-"""What the dialects share: checked bodies, sampling parameters, replies, streams, errors."""
+"""The common parts of the dialects: checked bodies, sampling parameters, replies, streams, errors."""
 
 from __future__ import annotations
 

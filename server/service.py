@@ -1,4 +1,4 @@
-"""What the routes of all dialects work on."""
+"""The service that the routes of all dialects work on."""
 
 from __future__ import annotations
 

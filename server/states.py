@@ -18,7 +18,7 @@ class UnavailableError(RuntimeError):
 
 
 class ServerState:
-    """What the server does now. The event loop alone changes it; no transition waits, so none meets another half-way.
+    """The state of the server. The event loop alone changes it; no transition waits, so none meets another half-way.
 
     | call | from | to |
     |---|---|---|

@@ -1,4 +1,4 @@
-"""What is said of tensors before their bytes: names, shapes, dtypes, and the buckets that they travel in."""
+"""The description that goes ahead of tensors' bytes: names, shapes, dtypes, and the buckets that they travel in."""
 
 from __future__ import annotations
 

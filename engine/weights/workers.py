@@ -1,4 +1,4 @@
-"""What an update asks of the workers that hold the weights."""
+"""The part of an update that asks workers, which hold the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the translations share: checked settings, bounds, and what is never approximated."""
+"""The common parts of the translations: checked settings, bounds, and what is never approximated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings_of(framework: str, config: Mapping[str, Any], defaults: dict[str, A
 
 
 def choose(what: str, value: Any, choices: Mapping[str, Any]) -> Any:
-    """What a choice stands for. ValueError, which lists the choices, unless it is one of them."""
+    """Return what a choice stands for. ValueError, which lists the choices, unless it is one of them."""
     require_choice(what, value, choices)
     return choices[value]
 

@@ -34,7 +34,7 @@ def _action(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def in_words(correction: Correction) -> str:
-    """What a correction does to a loss, for those who don't know its name."""
+    """Return what a correction does to a loss, for those who don't know its name."""
     said = []
     if weight := correction.weight:
         whose = {"token": "its", "sum": "its sequence's", "mean": "its sequence's mean"}[weight.statistic.aggregate]

@@ -76,7 +76,7 @@ def _mask(s, r, low, high, value):
 
 @inline
 def _are_finite(values, like, size, count):
-    """True if none of so many numbers at an address is infinite or NaN."""
+    """True if none of `count` numbers at an address is infinite or NaN."""
     numbers, strange = carray(pointer(values, like), (count,)), False
     for j in range(count):
         number = widen(numbers[j])

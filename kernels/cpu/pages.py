@@ -24,7 +24,7 @@ def join_pages(written: torch.Tensor) -> None:
 
 
 def _advise(tensor: torch.Tensor, advice: int | None, page: int) -> None:
-    """Tell the kernel about the pages of so many bytes that a large tensor lies in."""
+    """Advise the kernel about the pages, of `page` bytes, that a large tensor lies in."""
     if _ADVICE is not None and tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
         first = tensor.data_ptr() // page * page
         size = -(-(tensor.data_ptr() + tensor.nbytes - first) // page) * page

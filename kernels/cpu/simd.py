@@ -208,7 +208,7 @@ def _lanes(builder, x, lanes):
 
 
 def _load_vector(builder, address, stored: str, lanes: int = LANES):
-    """Load so many elements as fp32."""
+    """Load `lanes` elements as fp32."""
 
     def load(type_, align):
         value = builder.load(builder.inttoptr(address, type_.as_pointer()))

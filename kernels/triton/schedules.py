@@ -1,4 +1,4 @@
-"""Which tile computes a product of which size: data per GPU type, found by `benchmarks/tune_linear.py`."""
+"""The tile for a product of each size: data per GPU type, found by `benchmarks/tune_linear.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch share a tile of attention: a schedule, planned on the host."""
+"""The rows of a batch that share a tile of attention: a schedule, planned on the host."""
 
 from __future__ import annotations
 

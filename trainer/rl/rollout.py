@@ -42,7 +42,7 @@ class Trajectory:
 
 
 class RolloutWorker:
-    """What keeps an engine busy with groups numbered 0, 1, 2 …; rank r of n serves those with number % n == r.
+    """The feeder of an engine with groups numbered 0, 1, 2 …; rank r of n serves those with number % n == r.
 
     Problem and random numbers depend on the group's number alone, so that the number of ranks changes no rollout.
     """

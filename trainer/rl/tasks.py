@@ -45,7 +45,7 @@ class Task(Protocol):
 class GeneratedTask:
     """Problems drawn from a distribution; one in ten, by a hash of its prompt, is kept for validation.
 
-    num_problems: so many to train on, each epoch in its order; None: always new ones.
+    num_problems: how many to train on, each epoch in its order; None: always new ones.
     """
 
     alphabet: str  # all characters of prompts and answers
