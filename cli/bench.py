@@ -13,9 +13,9 @@ from tqdm import tqdm
 VOCAB = 49_000
 
 
-def workload(name: str, count: int, n: int, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> dict:
+def workload(name: str, count: int, n: int, prompt: tuple[int, int], output: tuple[int, int]) -> dict:
     """Prompts of random tokens, each to be sampled n times. prompt, output: least and most of their tokens."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     prompts = [[rng.randrange(10, VOCAB) for _ in range(rng.randint(*prompt))] for _ in range(count)]
     return {"name": name, "prompts": prompts, "n": n, "output_lens": [rng.randint(*output) for _ in range(count)]}
 

@@ -297,10 +297,11 @@ def rollout(
 ) -> None:
     """Sample exact rollouts: the reference that calibrate compares other engines with."""
     from ..engine import LLM, SamplingParams
-    from . import mismatch
+    from . import mismatch, report
 
     if out.resolve() == prompts.resolve():
         raise ValueError(f"--out {out} is the file of the prompts; name another")
+    report.check_target(out)
     params = SamplingParams(**sampling)
     count = mismatch.write_exact(LLM(model, **engine), prompts, out, params)
     console.print(f"{count} rollouts in {out}", highlight=False)
@@ -313,9 +314,11 @@ Scorer = Annotated[str | None, typer.Option("--model", help="Score the tokens ex
 Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with plots here.")]
 
 
-def _scorer(model: str | None, engine: Settings):
-    """(the exact model or None, a decoder of token ids or None)."""
+def _scorer(model: str | None, engine: Settings, sampling: Settings):
+    """(the exact model or None, a decoder of token ids or None). ValueError for options that nothing would use."""
     if model is None:
+        if given := sorted(NUMERICS.changed(engine) | DISTRIBUTION.changed(sampling)):
+            raise ValueError(f"{', '.join(given)}: say how a model scores the tokens; give --model, too")
         return None, None
     from ..engine.input_processor import load_tokenizer
     from ..model import exact_model
@@ -347,7 +350,7 @@ def diagnose(
 
     params = SamplingParams(**sampling, max_tokens=None)
     report.check_target(page)
-    scorer, decode = _scorer(model, engine)
+    scorer, decode = _scorer(model, engine, sampling)
     result = mismatch.diagnose(rollouts, scorer, params, ratio=ratio)
     rest = {name: getattr(result, name) for name in ("worst", "trainer_gap", "replay", "warnings")}
     title = f"Mismatch of {Path(rollouts).name}"
@@ -381,7 +384,7 @@ def calibrate(
 
     params = SamplingParams(**sampling, max_tokens=None)
     report.check_target(page)
-    scorer, _ = _scorer(model, engine)
+    scorer, _ = _scorer(model, engine, sampling)
     found = calibration.calibrate_files(
         rollouts, reference, scorer, params, mode, batch_size, seed, candidates, margin, max_bias
     )

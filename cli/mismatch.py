@@ -27,7 +27,8 @@ from .provenance import FOREIGN, check_sampling, pair_of, provenance_of
 from .replay import ReplayReport, scored_with_replay
 
 TOKENS_PER_BATCH = 1 << 18
-CONTEXT = 12  # tokens shown before a worst token
+WORST = 20  # tokens shown
+CONTEXT = 12  # tokens before each of them
 
 
 @dataclass
@@ -78,7 +79,6 @@ def diagnose(
     path: str | Path,
     model: PreTrainedModel | None = None,
     params: SamplingParams | None = None,
-    worst: int = 20,
     use_tqdm: bool = True,
     ratio: Ratio = "old/rollout",
 ) -> Report:
@@ -108,8 +108,8 @@ def diagnose(
         if replay is not None and (known := [r for r in batch if r.replayed is not None]):
             replay.own.add(packed(known, "reference"))
             replay.replayed.add(packed(known, "replayed"))
-        found += _worst(batch, lp, d, worst, ratio)
-        found = heapq.nlargest(worst, found, key=lambda token: token["abs"])
+        found += _worst(batch, lp, d, ratio)
+        found = heapq.nlargest(WORST, found, key=lambda token: token["abs"])
         if any(r.old is None for r in batch):
             copied = False
             continue
@@ -153,20 +153,21 @@ def _flips(rollouts: list[Rollout]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([of(r) for r in rollouts]))
 
 
-def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, count: int, ratio: Ratio) -> list[dict[str, Any]]:
+def _worst(batch: list[Rollout], lp: LogProbs, d: torch.Tensor, ratio: Ratio) -> list[dict[str, Any]]:
     index = lp.mask.nonzero()[:, 0]
     assert lp.offsets is not None
-    trainer, engine = (lp.values(policy) for policy in ratio.split("/"))
+    policies = ratio.split("/")
+    above, below = (lp.values(policy) for policy in policies)
     tokens = []
-    for at in d.abs().topk(min(count, len(d))).indices.tolist():
+    for at in d.abs().topk(min(WORST, len(d))).indices.tolist():
         row = int(lp.segment[at])
         rollout = batch[row]
         position = int(index[at] - lp.offsets[row])
         prompt = [] if rollout.prompt_token_ids is None else rollout.prompt_token_ids.tolist()
         before = prompt + rollout.token_ids[:position].tolist()
         tokens.append({
-            "abs": abs(float(d[at])), "rollout_logprob": float(engine[at]),
-            "trainer_logprob": float(trainer[at]), "token_id": int(rollout.token_ids[position]),
+            "abs": abs(float(d[at])), f"{policies[0]}_logprob": float(above[at]),
+            f"{policies[1]}_logprob": float(below[at]), "token_id": int(rollout.token_ids[position]),
             "position": position, "context": before[-CONTEXT:], "source": rollout.source,
         })  # fmt: skip
     return tokens
@@ -179,14 +180,15 @@ def write_exact(llm: LLM, prompts: Path, out: Path, params: SamplingParams) -> i
         asked = {n: _prompt(llm, line, f"{prompts}:{n}") for n, line in enumerate(file, 1) if line.strip()}
     params = replace(params, routed_experts=llm.engine.has_experts)
     outputs = llm.generate(list(asked.values()), params.per_prompt(len(asked)))
+    for group, output in zip(asked, outputs, strict=True):  # before an earlier file is written over
+        if failed := [c.stop_reason for c in output.completions if c.finish_reason == "error"]:
+            raise FloatingPointError(f"{prompts}:{group}: {failed[0]}")
     contract = llm.contract  # None where the engine is not exact
     provenance = None if contract is None else provenance_of(llm.weight_checksums(), contract, params)
 
     def rollouts() -> Iterator[Rollout]:
         for group, output in zip(asked, outputs, strict=True):
             for c in output.completions:
-                if c.finish_reason == "error":
-                    raise FloatingPointError(f"{prompts}:{group}: {c.stop_reason}")
                 logprobs = np.array(c.logprobs)
                 prompt = np.array(output.prompt_token_ids)
                 yield Rollout(
@@ -208,7 +210,12 @@ def _prompt(llm: LLM, line: bytes, source: str) -> Any:
         found = sorted(keys or record)
         raise RolloutFormatError(f"{source}: has {found}; expected one of prompt, prompt_token_ids, messages")
     key = keys.pop()
-    return llm.chat_prompt(record[key]) if key == "messages" else {key: record[key]}
+    if key != "messages":
+        return {key: record[key]}
+    try:
+        return llm.chat_prompt(record[key])
+    except ValueError as error:
+        raise RolloutFormatError(f"{source}: {error}") from error
 
 
 def snippets(mode: Mode, correction: Correction) -> dict[str, str]:

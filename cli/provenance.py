@@ -108,7 +108,7 @@ def in_order(rollouts: Iterable[Rollout]) -> tuple[list[Rollout], int]:
     kept = []
     for key in sorted(alike):
         same = sorted(alike[key], key=_rest)
-        likely = float(same[0].rollout.sum()) >= _COPY
+        likely = float(same[0].rollout[same[0].valid].sum()) >= _COPY
         kept += same if likely else same[:1]
     copies = sum(map(len, alike.values())) - len(kept)
     return sorted(kept, key=lambda r: r.group or ""), copies

@@ -41,7 +41,7 @@ _HEADLINES = {
     "mean_probability_gap": "mean |difference of probabilities|", "chi2_token": "chi2 of a token",
     "chi2_sequence": "chi2 of a sequence", "chi2_sequence_predicted": "predicted: exp(2 K3 T) - 1",
     "ess_token": "ESS / n, token weights", "ess_sequence": "ESS / n, sequence weights",
-    "perplexity_above": "perplexity, trainer", "perplexity_below": "perplexity, engine",
+    "perplexity_above": "perplexity, {above}", "perplexity_below": "perplexity, {below}",
     "perplexity_ratio": "mean perplexity ratio", "argmax_flips": "argmax flips",
 }  # fmt: skip
 _BIN_COLUMNS = ("bin", "tokens", "mean_abs", "max_abs", "k1", "k3", "exact")
@@ -52,12 +52,13 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
     columns = {"": found} if null is None else {"engine": found, "exact engine": null}
     summaries = [r.summary for r in columns.values()]
     known = [key for key in _HEADLINES if any(s[key] is not None for s in summaries)]
-    rows = [[_HEADLINES[key], *(number(s[key]) for s in summaries)] for key in known]
+    above, below = found.summary["ratio"].split("/")
+    titles = {key: title.format(above=above, below=below) for key, title in _HEADLINES.items()}
+    rows = [[titles[key], *(number(s[key]) for s in summaries)] for key in known]
     for q in found.summary["quantiles"]:
         rows.append([f"|d| at quantile {q}", *(number(s["quantiles"][q]) for s in summaries)])
     if found.trainer_gap is not None:
         rows.append(["max |exact score - trainer's own|", *(number(r.trainer_gap) for r in columns.values())])
-    above, below = found.summary["ratio"].split("/")
     parts: list[Part] = [_mismatch_verdict(found)]
     parts += [Text("Warning", _list(found.warnings))] if found.warnings else []
     parts.append(Text("Mismatch", _table((f"d = log-prob of {above} - of {below}", *columns), rows)))
@@ -72,9 +73,9 @@ def diagnosis(found: Report, decode: Decode | None = None, null: Report | None =
     worst: dict[tuple[int, ...], dict[str, Any]] = {}
     for w in found.worst:
         worst.setdefault((*w["context"], w["token_id"]), w)  # samples of one prompt share its start
-    keys = ("abs", "rollout_logprob", "trainer_logprob", "position")
+    keys = ("abs", f"{below}_logprob", f"{above}_logprob", "position")
     rows = [[*(number(w[key]) for key in keys), _in_context(w, decode)] for w in worst.values()]
-    header = ("|d|", "engine", "trainer", "position", "token, in context")
+    header = ("|d|", below, above, "position", "token, in context")
     return [*parts, Text("Largest differences", _table(header, rows), detail=True)]
 
 
@@ -234,9 +235,9 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def markdown(parts: list[Part], picture: Callable[[Plot], str] = lambda plot: f"{plot.name}.png") -> str:
-    """The report as one text. picture: a plot -> its address, by default its name's PNG beside the text."""
-    bodies = [part.text if isinstance(part, Text) else f"![{part.title}]({picture(part)})" for part in parts]
+def markdown(parts: list[Part]) -> str:
+    """The report as one text, with pictures beside it."""
+    bodies = [part.text if isinstance(part, Text) else f"![{part.title}]({part.name}.png)" for part in parts]
     return "\n\n".join(f"### {part.title}\n\n{body}" for part, body in zip(parts, bodies, strict=True)) + "\n"
 
 

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 
 from ..correction.calibration import Scores
 from ..trainer.logprobs import exact_head
-from ..trainer.rescore import PromptCompletion, packed_batches
+from ..trainer.rescore import PromptCompletion, packed_batches, rows_at_once
 
 _EXACT_VOCAB = 2048  # larger vocabularies are projected
 _BLOCKS = 16  # independent projections, whose spread is the projection's error
 _FEATURES = 1 << 17  # of a unit's projected gradient: left's columns times the hidden size
 _TOKENS = 4096  # to compute at a time
-_LOGITS = 1 << 26  # entries in memory at a time
 
 
 @torch.no_grad()
@@ -41,7 +40,7 @@ def token_scores(model: PreTrainedModel, rollouts: Sequence[PromptCompletion], t
     right: list[torch.Tensor] = []
     for batch in packed_batches(model, rollouts, _TOKENS):
         states = model.get_decoder()(**batch.inputs()).last_hidden_state[0]
-        for index in batch.index.split(max(1, _LOGITS // vocab)):
+        for index in batch.index.split(rows_at_once(vocab)):
             chosen = batch.ids[index + 1]
             probabilities = (head(states[index]) / temperature).softmax(-1)
             if projection is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def correction_metrics(
     return {name: wide(value) for name, value in sums.items()}
 
 
-def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
+def summarize(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Fractions and means of `correction_metrics`: of weights before and after the gates; tokens (by the advantage's
     sign too), sequences and advantage mass |A| rejected, by a gate or by a weight of 0; tokens outside the weight's
     bounds and those that each gate rejects; ESS / n of the weights in use, by token and by sequence (its mean weight).

@@ -21,6 +21,11 @@ PromptCompletion = tuple[Sequence[int], Sequence[int]]  # token ids
 _LOGITS = 1 << 26  # entries in memory at a time: each chunk of rows reads lm_head anew, so few large ones
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Return how many rows of logits are to be in memory at a time."""
+    return max(1, _LOGITS // vocab_size)
+
+
 @torch.no_grad()
 def rescore(
     model: PreTrainedModel,
@@ -43,7 +48,7 @@ def rescore(
     """
     params = sampling_params or SamplingParams()
     for batch in packed_batches(model, rollouts, max_num_batched_tokens, share_prefixes, routed_experts, note_experts):
-        found, _ = batch.score(model, params, max(1, _LOGITS // model.config.vocab_size), None, tokenizer)
+        found, _ = batch.score(model, params, rows_at_once(model.config.vocab_size), None, tokenizer)
         columns = [found.logprob.cpu().split(batch.counts), found.argmax.cpu().split(batch.counts)]
         if batch.routed is not None and batch.routed.noted is not None:
             columns.append(batch.routed.noted.cpu().split(batch.layout.lengths))

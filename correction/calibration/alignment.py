@@ -114,7 +114,7 @@ def compare(
     found = [_align(c, target, reference, (counts, target_counts), paired, batch, shake) for c in candidates]
     null, _ = _align(target, target, reference, (target_counts, target_counts), True, batch, shake)
     signal = float(reference.mean[0])
-    noise = (float(gram.diag().mean()) - signal) / max(1, len(gram) - 1)
+    noise = (float(gram.diag().mean()) - signal) / len(gram)
     rows, bootstraps = map(list, zip(*found, strict=True))
     return Comparison(rows, bootstraps, signal, noise, null)
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..actions import GEOMETRIC, TIM, Correction, opsm, preset
+from ..actions import GEOMETRIC, TIM, Correction, Gate, opsm, preset
 from ..losses import Mode
-from ..statistics import CLAMP, LogProbs, Statistic, exp
+from ..statistics import CLAMP, Aggregate, Kernel, LogProbs, Ratio, Statistic, exp
 
 
 def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Correction]:
     """Candidates named "family@threshold": weights capped as published and at C*, gates at the data's own quantiles, so
-    that each keeps 50 to 99 % of what it looks at, and token weights with a sequence gate. In bypass, gates only.
+    that each keeps 50 to 99 % of what it looks at, and token weights with a sequence gate. In bypass, gates
+    alone, of current/rollout: such a loss has no other ratio.
     """
     logprobs = logprobs.on_policy()
     grid = {"none": Correction()}
@@ -28,11 +29,17 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
                 low = {"low": 1 / c} if family == "icepop" else {}
                 grid[f"{family}@{c:.3g}"] = preset(family, high=c, **low)
         grid["sequence_is"] = preset("sequence_is")
-    gates: dict[str, tuple[Statistic, Callable[[float], Correction]]] = {
-        "geo_rs": (GEOMETRIC, lambda b: preset("geo_rs", low=math.exp(-b), high=math.exp(b))),
-        "k3_mean_rs": (Statistic(TIM, "k3", "mean"), lambda b: preset("k3_mean_rs", high=b)),
-        "k3_sum_rs": (Statistic(TIM, "k3", "sum"), lambda b: preset("k3_sum_rs", high=b)),
-        "trm": (Statistic(TIM, "k3", "max"), lambda b: preset("trm", high=b)),
+    ratio: Ratio = "current/rollout" if mode == "bypass" else TIM
+
+    def gate(kernel: Kernel, aggregate: Aggregate) -> tuple[Statistic, Callable[[float], Correction]]:
+        of = Statistic(ratio, kernel, aggregate)
+        return of, lambda b: Correction(gates=(Gate(of, -b if kernel == "log_ratio" else None, b),))
+
+    gates = {
+        "geo_rs": gate("log_ratio", "mean"),
+        "k3_mean_rs": gate("k3", "mean"),
+        "k3_sum_rs": gate("k3", "sum"),
+        "trm": gate("k3", "max"),
         "opsm": (Statistic("current/rollout", "k1", "mean"), lambda b: opsm(b, "current/rollout")),
     }
     if mode == "decoupled":
@@ -45,7 +52,7 @@ def candidate_grid(logprobs: LogProbs, mode: Mode = "decoupled") -> dict[str, Co
             bound = float(values[int(q * (len(values) - 1))]) if len(values) else 0.0
             if 0 < bound < CLAMP or (bound > 0 and statistic.kernel == "k3"):  # exp(bound) must exist
                 grid.setdefault(f"{family}@{bound:.3g}", build(bound))
-    grid["veto@0.0001"] = preset("veto")
+    grid["veto@0.0001"] = Correction(gates=(Gate.on_ratio(Statistic(ratio, "log_ratio", "min"), 1e-4, None),))
     return grid
 
 

@@ -30,14 +30,21 @@ def from_areal(config: Mapping[str, Any]) -> Translated:
         raise ValueError("AReaL refuses use_sapo_loss together with use_decoupled_loss or use_cispo_loss")
     kind = "sapo" if c.use_sapo_loss else "cispo" if c.use_cispo_loss else kind
     bypass = not c.use_decoupled_loss and not c.recompute_logprob
-    weight = Weight(Statistic(TIM)) if c.use_decoupled_loss else None
+    weight: Weight | None = None
     gates: list[Gate] = []
     if c.rejection_sampling is not None and c.use_decoupled_loss:
         weight, gates = _rejection(settings_of("AReaL's rejection_sampling", c.rejection_sampling, _REJECTION))
-    if c.m2_threshold is not None:
+    # Without the decoupled loss, AReaL's proximal log-probs are the old ones: no difference is left to drop.
+    drops = c.use_decoupled_loss or c.prox_logp_method == "reuse_train_logp"
+    if c.m2_threshold is not None and drops:
         ratio: Ratio = TIM if c.use_decoupled_loss else "current/rollout" if bypass else "current/old"
         gates.append(Gate(Statistic(ratio, "k2"), high=c.m2_threshold / 2, average=True))
     notes = {
+        "use_decoupled_loss without rejection_sampling: AReaL applies no weight of old/rollout.": (
+            c.use_decoupled_loss and c.rejection_sampling is None
+        ),
+        "m2_threshold drops nothing without use_decoupled_loss.": c.m2_threshold is not None and not drops,
+        "m2_threshold: AReaL divides by the tokens that it keeps.": c.m2_threshold is not None and drops,
         "rejection_sampling is ignored without use_decoupled_loss.": (
             c.rejection_sampling is not None and not c.use_decoupled_loss
         ),
@@ -59,10 +66,15 @@ def _rejection(r: Any) -> tuple[Weight, list[Gate]]:
     if clamp and r.metric != "ratio":
         raise ValueError("AReaL clamps ratios only: action='clamp' needs metric='ratio'")
     weighed: Aggregate = level if r.metric == "ratio" else "token"
+    aggregate: Aggregate = choose("agg", r.agg, _AGGREGATES)
     if clamp:
+        if level == "mean" and aggregate == "max" and r.lower:
+            raise ValueError(
+                "AReaL decides by agg='max' which means to clamp from below: give another agg, or no lower"
+            )
         return Weight(Statistic(TIM, "log_ratio", weighed), r.lower or None, r.upper), []
     weight = Weight(Statistic(TIM, "log_ratio", weighed))
-    aggregate: Aggregate = "token" if level == "token" else choose("agg", r.agg, _AGGREGATES)
+    aggregate = "token" if level == "token" else aggregate
     if r.metric == "ratio":
         return weight, gates_on_ratio(TIM, aggregate, r.lower, r.upper)
     lower = r.lower if r.metric == "kl_k1" else None

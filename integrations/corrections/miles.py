@@ -128,6 +128,8 @@ def _to(framework: str, mode: Mode, correction: Correction) -> dict[str, Any]:
     gates = []
     for gate in correction.gates:
         if gate in opsm(gate.high or 0.0, stale).gates:
+            if "use_opsm" in config:
+                cannot(framework, f"a second opsm: {gate}")
             config |= {"use_opsm": True, "opsm_delta": gate.high}
         else:
             gates.append(gate)

@@ -41,11 +41,20 @@ def in_words(correction: Correction) -> str:
         beyond = {"clip": "cut at", "zero": "0 beyond", "keep": "counted beyond"}[weight.outside]
         ends = " and ".join(f"{bound:.4g}" for bound in (weight.low, weight.high) if bound) or "no bound"
         said.append(f"multiplies a token's loss by {whose} probability ratio {weight.statistic.ratio}, {beyond} {ends}")
+        if weight.normalize:
+            said[-1] += ", over the batch's mean of it"
     for gate in correction.gates:
         of = gate.statistic
+        if gate.average:
+            said.append(
+                f"drops the tokens with the largest {of.kernel} of {of.ratio} until the mean is at most {gate.high:.4g}"
+            )
+            continue
         what = "tokens" if of.per_token else "sequences"
         how = "" if of.per_token else f"{of.aggregate} of "
         ends = " or ".join(f"{sign} {b:.4g}" for sign, b in (("<", gate.low), (">", gate.high)) if b is not None)
         side = {"any": "", "negative": " and A < 0", "outward": " on A's side"}[gate.side]
         said.append(f"drops {what} where the {how}{of.kernel} of {of.ratio} is {ends}{side}")
+    if correction.denominator == "kept":
+        said.append("divides by what is kept")
     return ", and ".join(said) or "leaves the loss as it is"

@@ -39,7 +39,9 @@ def from_skyrl(config: Mapping[str, Any]) -> Translated:
         gates += gates_on_ratio(TIM, "mean" if geometric else "sum", *bounds)
     gates += gates_on_ratio(TIM, "min", o.outlier_token_is_threshold_low, None)
     gates += gates_on_ratio(TIM, "max", None, o.outlier_token_is_threshold_high)
-    gates += gates_on_ratio(TIM, "token", o.token_mask_is_threshold_low, o.token_mask_is_threshold_high)
+    token_mask = (o.token_mask_is_threshold_low, o.token_mask_is_threshold_high)
+    if None not in token_mask:
+        gates += gates_on_ratio(TIM, "token", *token_mask)
     if c.policy_loss_type == "dppo":
         d = settings_of("SkyRL's dppo", c.dppo, _DPPO)
         name = choose("dppo_type", d.dppo_type, {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"})
@@ -49,6 +51,12 @@ def from_skyrl(config: Mapping[str, Any]) -> Translated:
             raise ValueError(f"{c.policy_loss_type} already has the ratio current/rollout: leave tis_ratio_type out")
         weight = Weight(Statistic("current/rollout"))
     notes = {
+        "A token mask with one bound alone is ignored, whatever SkyRL's help says.": (
+            None in token_mask and token_mask != (None, None)
+        ),
+        "SkyRL leaves out masked tokens from ratios of sequences; here these have all tokens.": (
+            None not in token_mask and (o.sequence_mask_metric is not None or o.tis_ratio_type == "sequence")
+        ),
         "rollout_is: its bounds are those of policy_loss's clip, as Weight(low, high, 'zero').": (
             c.policy_loss_type == "rollout_is"
         ),

@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 from samebits import LLM, SamplingParams
 from samebits.cli import calibration, main, mismatch, plots, provenance, report, scores
 from samebits.cli.main import app
-from samebits.correction import PRESETS, preset
+from samebits.correction import PRESETS, LogProbs, preset
+from samebits.correction.calibration import candidate_grid
 from samebits.integrations import corrections
 from samebits.integrations.rollouts import RolloutFormatError, read_rollouts, write_rollouts
 from samebits.trainer import exact_model
+
+from helpers import faults
 
 PARAMS = SamplingParams(n=6, temperature=0.8, max_tokens=8, seed=5)  # draws whose mean gradient stands out of its noise
 
@@ -402,6 +405,11 @@ def test_other_ratios_are_diagnosed_where_the_records_have_them(files, tmp_path)
         found = mismatch.diagnose(path, use_tqdm=False, ratio=ratio)
         assert found.summary["mean_abs"] == pytest.approx(0.25)
         assert not found.warnings
+        above, below = ratio.split("/")
+        first = found.worst[0]
+        assert first[f"{above}_logprob"] == pytest.approx(first[f"{below}_logprob"] - 0.25)
+        told = report.markdown(report.diagnosis(found))
+        assert f"perplexity, {below}" in told and f"| {below} | {above} |" in told
     assert mismatch.diagnose(path, use_tqdm=False).summary["max_abs"] == 0
     with pytest.raises(RolloutFormatError, match=r"exact.jsonl:1: no current_logprobs; expected them"):
         mismatch.diagnose(files[2], use_tqdm=False, ratio="current/old")
@@ -475,3 +483,43 @@ def test_the_page_fits_its_window_and_follows_the_scheme(plain, tmp_path, width,
         assert max(rows) < 90, "a row of a printed table is as tall as a paragraph"
         assert not problems
         browser.close()
+
+
+def test_options_that_need_a_model_are_refused_without_one(files):
+    done = CliRunner().invoke(app, ["diagnose", str(files[1]), "--temperature", "0.3", "--dtype", "bfloat16"])
+    assert isinstance(done.exception, ValueError)
+    assert "dtype, temperature: say how a model scores" in str(done.exception)
+
+
+def test_a_rollout_that_fails_leaves_an_earlier_file(files, checkpoint, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [5, 6]}))
+    out.write_text("what was there\n")
+    llm = LLM(checkpoint("llama"), kv_cache_memory_bytes=2**22)
+    faults.logit_nan(llm, 500)
+    with pytest.raises(FloatingPointError, match=r"prompts\.jsonl:1: non-finite logits"):
+        mismatch.write_exact(llm, prompts, out, PARAMS)
+    assert out.read_text() == "what was there\n"
+    done = CliRunner().invoke(
+        app, ["rollout", "no-such-model", str(prompts), "--out", str(tmp_path / "no" / "out.jsonl")]
+    )
+    assert isinstance(done.exception, ValueError) and "no such folder" in str(done.exception)
+
+
+def test_draws_of_several_turns_are_no_copies(files):
+    first = next(read_rollouts(files[1]))
+    masked = np.arange(len(first.token_ids)) > 0
+    twice = dataclasses.replace(first, mask=masked, rollout=np.where(masked, -0.1, np.nan))
+    assert provenance.in_order([twice, twice])[1] == 0
+
+
+def test_in_bypass_verl_has_each_gate():
+    draws = np.random.default_rng(0)
+    rollout = -torch.from_numpy(draws.exponential(size=(40, 9)))
+    old = (rollout + 0.1 * torch.from_numpy(draws.normal(size=(40, 9)))).clamp(max=0)
+    grid = candidate_grid(LogProbs(torch.ones(40, 9, dtype=torch.bool), rollout, old), "bypass")
+    families = {name.partition("@")[0] for name in grid}
+    assert families == {"none", "geo_rs", "k3_mean_rs", "k3_sum_rs", "trm", "opsm", "veto"}
+    for name, candidate in grid.items():
+        text = mismatch.snippets("bypass", candidate)["verl: algorithm.rollout_correction"]
+        assert ("can't express" in text) == name.startswith(("opsm", "veto"))  # verl has neither

@@ -256,6 +256,12 @@ def test_a_correction_is_told_in_words():
             "multiplies a token's loss by its probability ratio old/rollout, cut at 2, and drops sequences where the "
             "mean of k3 of old/rollout is > 0.001",
         ),
+        (preset("m2po"), "drops the tokens with the largest k2 of old/rollout until the mean is at most 0.02"),
+        (
+            Correction(Weight(Statistic("old/rollout"), normalize=True), denominator="kept"),
+            "multiplies a token's loss by its probability ratio old/rollout, cut at no bound, over the batch's mean of "
+            "it, and divides by what is kept",
+        ),
         (preset("dppo_tv"), "drops tokens where the tv of current/rollout is < -0.2 or > 0.2 on A's side"),
         (
             preset("opsm", ratio="current/old"),

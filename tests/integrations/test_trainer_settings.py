@@ -240,18 +240,24 @@ def test_prime_rls_default_loss_is_ours():
 def test_skyrls_corrections_are_ours():
     config = {
         "tis_ratio_type": "token", "sequence_mask_metric": "geometric", "outlier_token_is_threshold_low": 1e-4,
-        "outlier_token_is_threshold_high": 100.0, "token_mask_is_threshold_high": 5.0,
+        "outlier_token_is_threshold_high": 100.0, "token_mask_is_threshold_low": 0.2,
+        "token_mask_is_threshold_high": 5.0,
     }  # fmt: skip
     mode, correction, notes = from_skyrl({"off_policy_correction": config})
-    assert (mode, notes) == ("decoupled", ())
+    assert mode == "decoupled"
+    (note,) = notes
+    assert "leaves out masked tokens from ratios of sequences" in note
     tim = "old/rollout"
     expected = (
         Gate.on_ratio(Statistic(tim, aggregate="mean"), 0.99, 1.01),
         Gate.on_ratio(Statistic(tim, aggregate="min"), 1e-4, None),
         Gate.on_ratio(Statistic(tim, aggregate="max"), None, 100.0),
-        Gate.on_ratio(Statistic(tim), None, 5.0),
+        Gate.on_ratio(Statistic(tim), 0.2, 5.0),
     )
     assert correction == Correction(Weight(Statistic(tim), high=2.0), expected)
+    mode, correction, notes = from_skyrl({"off_policy_correction": {"token_mask_is_threshold_high": 5.0}})
+    assert (mode, correction) == ("recompute", Correction())
+    assert any("one bound alone is ignored" in note for note in notes)
     product = {"tis_ratio_type": "sequence", "sequence_mask_metric": "product"}
     _, correction, _ = from_skyrl({"off_policy_correction": product})
     assert correction.weight == preset("sequence_tis", high=5.0).weight
@@ -285,6 +291,14 @@ def test_areals_rejection_sampling_is_ours():
     assert any("ignored" in note for note in notes)
     assert any("gspo" in note for note in notes)
     assert from_areal({"recompute_logprob": True}).mode == "recompute"
+    mode, correction, notes = from_areal({"use_decoupled_loss": True})
+    assert (mode, correction) == ("recompute", Correction())
+    assert any("no weight" in note for note in notes)
+    mode, correction, notes = from_areal({"m2_threshold": 0.04})
+    assert correction == Correction()
+    assert any("drops nothing" in note for note in notes)
+    m2 = from_areal({"m2_threshold": 0.04, "prox_logp_method": "reuse_train_logp"}).correction
+    assert m2.gates == preset("m2po", ratio="current/rollout").gates
     assert any(
         "interpolated" in n for n in from_areal({"use_decoupled_loss": True, "prox_logp_method": "loglinear"}).notes
     )
@@ -293,6 +307,17 @@ def test_areals_rejection_sampling_is_ours():
         {"use_sapo_loss": True, "use_decoupled_loss": True},
         {"behave_imp_weight_cap": 5.0},
         {"prox_logp_method": "magic"},
+        {"use_decoupled_loss": True, "rejection_sampling": clamp | {"agg": "magic"}},
+        {"use_decoupled_loss": True, "rejection_sampling": clamp | {"agg": "max", "lower": 0.5}},
     ):
         with pytest.raises(ValueError, match=r"AReaL|choose one of"):
             from_areal(wrong)
+
+
+@pytest.mark.parametrize("write", [to_miles, to_slime])
+def test_two_opsm_gates_are_not_one(write):
+    gates = (
+        preset("opsm", delta=1e-4, ratio="current/old").gates + preset("opsm", delta=1e-2, ratio="current/old").gates
+    )
+    with pytest.raises(ValueError, match="a second opsm"):
+        write("decoupled", Correction(gates=gates))
