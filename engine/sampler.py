@@ -171,6 +171,5 @@ def _sample_logits(
             values, ids = logp.topk(min(count, logp.numel()))
             alternatives[row] = ids, values
     if ranked:
-        sampled = tokens.clamp(min=0)[:, None]  # none of logits that aren't finite
-        ranks = 1 + (logits > logits.gather(1, sampled)).sum(1)
+        ranks = 1 + (logits > logits.gather(1, tokens[:, None])).sum(1)
     return (tokens, scores.logprob, raw, ranks), alternatives

@@ -414,5 +414,5 @@ def prepare(model: PreTrainedModel, path: os.PathLike, exact: bool) -> PreTraine
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if not all_finite(parameter):
             raise CheckpointError(f"{path}: tensor {key!r} holds NaN or infinity")
-    ops.backend(model.device).warm_up(model.dtype, model.device)
+    ops.backend(model.device).warm_up(model.dtype, model.device, any(map(is_experts, model.modules())))
     return make_exact(model, exact)

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+_SPAN = 128  # tokens
+_ROWS = 256  # of queries in a tile
+
 
 def attention_backward(
     q: torch.Tensor,
@@ -33,14 +36,14 @@ def attention_backward(
     return grads[0].to(dtypes[0]), grads[1].to(dtypes[1]), grads[2].to(dtypes[2])
 
 
-def _spans(lengths: Sequence[int], limit: int = 128) -> Iterator[int]:
-    """Yield the number of tokens of neighbouring sequences to take together, up to `limit`.
+def _spans(lengths: Sequence[int]) -> Iterator[int]:
+    """Yield the number of tokens of neighbouring sequences to take together, up to _SPAN.
 
     Short sequences alone would be many small products.
     """
     span = 0
     for length in lengths:
-        if span and span + length > limit:
+        if span and span + length > _SPAN:
             yield span
             span = 0
         span += length
@@ -48,7 +51,7 @@ def _spans(lengths: Sequence[int], limit: int = 128) -> Iterator[int]:
         yield span
 
 
-def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
+def _span_backward(q, k, v, out, lse, grad, sequence, scale, window):
     """Return the gradients of packed sequences, [T, heads, D] fp32, by tiles of query rows: a fixed order.
 
     Source: Dao et al., 2022, section B.2. sequence: int64 [T], the sequence of each token.
@@ -62,8 +65,8 @@ def _span_backward(q, k, v, out, lse, grad, sequence, scale, window, rows=256):
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     delta = (grad * out).sum(-1, keepdim=True)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
+    for start in range(0, length, _ROWS):
+        stop = min(start + _ROWS, length)
         low = max(0, start - window + 1) if window else 0
         seen = slice(low, stop)
         queries, upstream = by_kv_head(q[start:stop]), by_kv_head(grad[start:stop])

@@ -327,7 +327,7 @@ def _sample(
                 token = best
             else:
                 token = _draw(weights, z, threshold, uniform(seeds[i], samples[i], positions[i]), total, sums)
-        tokens[i] = token
+        tokens[i] = max(token, 0)  # of logits that aren't finite: a step under way may read it
         log_total = math.log(total)
         log_sum_exp = float64(most) + log_total
         kept = token >= 0 and z[token] >= threshold

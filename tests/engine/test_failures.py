@@ -117,8 +117,10 @@ def test_a_failure_while_one_request_takes_its_token_harms_no_other(own, monkeyp
     assert_idle(own)
 
 
-def test_nan_ends_its_request_with_an_error_and_the_others_go_on(shared, checkpoint, caplog):
-    llm = engine(checkpoint("qwen3"))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_ends_its_request_with_an_error_and_the_others_go_on(shared, checkpoint, caplog, overlap):
+    """Also where a step that takes the token is under way already."""
+    llm = engine(checkpoint("qwen3"), async_scheduling=overlap)
     faults.embed_nan(llm, 77)
     params = SamplingParams(max_tokens=6, seed=1)
     expected = generate(shared(checkpoint("qwen3")), [PROMPT], params)[0]

@@ -1,6 +1,8 @@
 """How kernels are compiled: callees with them, and into a cache that processes fill at the same time."""
 
 import multiprocessing
+import pathlib
+import tempfile
 import time
 from contextlib import nullcontext
 
@@ -121,3 +123,13 @@ def test_what_a_kernel_calls_is_compiled_for_it_alone_and_its_errors_arrive(tmp_
         assert caught.value.args == ("negative", -2.0)
     for callee in checked, double_all:
         assert {type(result.library) for result in callee.overloads.values()} == {_CalleeLibrary}
+
+
+def test_where_the_cache_can_not_be_written_nothing_is_cached_beside_the_sources(tmp_path, monkeypatch, caplog):
+    """numba would, by the stamp of one file: machine code that outlives a change to what was inlined into it."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path / "file" / "cache"))
+    kernel = jit.serial(total)
+    assert kernel(np.ones(2, np.int8)) == 2
+    assert pathlib.Path(kernel.stats.cache_path).is_relative_to(tempfile.gettempdir())
+    assert "set XDG_CACHE_HOME" in caplog.text

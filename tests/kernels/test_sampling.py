@@ -409,7 +409,9 @@ def test_a_banned_token_makes_room_for_the_next_one(setting):
 def test_a_logit_that_is_not_finite_is_reported_as_nan(setting, at, bad):
     rows = logits_row(10).repeat(2, 1)
     rows[1, at] = bad
-    scores = torch.stack(ops.sample(rows, row_params(2, **setting), np.array([-1, -1])).scores)
+    sampled = ops.sample(rows, row_params(2, **setting), np.array([-1, -1]))
+    scores = torch.stack(sampled.scores)
+    assert ((sampled.tokens >= 0) & (sampled.tokens < VOCAB)).all(), "a step under way may read it"
     assert scores[:, 0].isfinite().all()
     assert scores[:, 1].isnan().any()
 
