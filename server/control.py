@@ -154,8 +154,13 @@ def done(message: str, **more: Any):
 
 @vllm.post("/pause")
 async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = True):
-    """Stop between two steps. abort, wait: new requests get 503 until /resume; keep: they wait."""
+    """Stop between two steps. abort, wait: new requests get 503 until /resume; keep: they wait.
+
+    clear_cache: forget cached prefixes, too; keep never does.
+    """
     await server.engine.pause(mode, refuse=mode != "keep")
+    if clear_cache and mode != "keep":
+        await server.engine.call(LLM.reset_prefix_cache)
     return reply({"status": "paused"})
 
 
@@ -254,7 +259,7 @@ async def begin_weight_update(server: Served, body: WholeUpdateBody | None = Non
     """Begin an update: tensors that come from now on are put in force by /finish_weight_update or /end_weight_update,
     together.
     """
-    await server.updates.begin()
+    await server.updates.begin(body.weight_version if body else None)
     return done("weight update begun")
 
 
@@ -314,8 +319,6 @@ async def weight_checker(body: CheckerBody, server: Served):
     if body.action.startswith("reset"):
         await server.engine.release_memory(["weights"])
         return done("all weights are dropped; nothing is served before an update has brought them", status="reset")
-    if not server.llm.has_weights:
-        raise ValueError("the weights are dropped: wake the engine up, or update them")
     found = await server.engine.call(LLM.weight_checksums)
     if body.action == "checksum":
         return reply({"checksums": found})
@@ -341,7 +344,7 @@ async def sleep(server: Served, level: Annotated[int, Query(ge=0, le=2)] = 1, mo
     """Pause, then free the KV cache (level 1), and the weights (level 2); level 0 only pauses."""
     await server.engine.pause(mode, refuse=mode != "keep")
     freed = await server.engine.release_memory(MEMORY_TAGS[-level:]) if level else 0
-    return reply({"status": "asleep", "level": level, "freed_bytes": freed})
+    return reply({"status": "asleep" if level else "paused", "level": level, "freed_bytes": freed})
 
 
 @vllm.post("/wake_up")

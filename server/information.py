@@ -184,8 +184,19 @@ async def health_generate(server: Served):
     return reply({"status": "ok" if ready else "the engine sleeps or has no weights"}, 200 if ready else 503)
 
 
-@router.get("/v1/loads")
 @router.get("/get_load")
+async def load(server: Served):
+    """The load now, in SGLang's older form."""
+    stats = server.stats()
+    tokens = stats.kv_blocks_used * (server.llm.worker_engine.capacity // max(stats.kv_blocks_total, 1))
+    core = {
+        "dp_rank": 0, "num_reqs": stats.num_running + stats.num_waiting, "num_waiting_reqs": stats.num_waiting,
+        "num_tokens": tokens,
+    }  # fmt: skip
+    return reply([core])
+
+
+@router.get("/v1/loads")
 async def loads(server: Served):
     """The load now; `include` is taken as "all"."""
     stats = server.stats()

@@ -95,7 +95,7 @@ class TokensRequest(CallBody):
     token_ids: Ids
     sampling_params: TokensSampling = TokensSampling()
     output_mode: Literal["tokens"] | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: Literal[True] | None = None
 
 
 class TokenizeRequest(Body):

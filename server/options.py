@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..agents import tool_format
 from ..engine import SamplingParams
-from ..engine.expert_wire import LOGPROBS
+from ..engine.expert_wire import EXPERTS_AS_LOGPROBS
 from ..engine.request import Request
 from ..engine.sampling_params import MAX_LOGPROBS
 
@@ -46,6 +46,10 @@ class ServerOptions:
         for name in ("max_waiting", "max_logprobs", "max_reply_logprobs", "kept_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.pause_keep not in ("stale", "recompute"):
+            raise ValueError(f"pause_keep must be stale or recompute, got {self.pause_keep!r}")
+        if not self.transfer_timeout > 0:
+            raise ValueError(f"transfer_timeout must be positive, got {self.transfer_timeout!r}")
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
         tool_format(self.tool_parser, None)
@@ -100,4 +104,4 @@ def reply_values(request: Request) -> int:
     sampled = params.n * request.samples[0].max_tokens * (1 + (params.logprobs or 0))
     scored = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
     tokens = len(request.prompt_token_ids) + request.samples[0].max_tokens
-    return sampled + scored + (LOGPROBS * params.n * tokens if params.routed_experts else 0)
+    return sampled + scored + (EXPERTS_AS_LOGPROBS * params.n * tokens if params.routed_experts else 0)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..engine import LLM
+from ..engine.input_processor import render_chat
 
 T = TypeVar("T")
 WORKERS = 4  # threads that encode texts, so that a long one holds nobody up
@@ -63,10 +64,11 @@ class Tokenization:
         known: how many of the first messages were generated here, and their ids. The conversation begins with these,
         unless the template writes those messages otherwise in the longer conversation, or ends them by no EOS.
         """
-        whole = self._rendered(messages, **template)
+        tokenizer = self.need("chat messages")
+        whole = render_chat(tokenizer, messages, **template)
         count, ids = known
         if count:
-            start = self._rendered(messages[:count], **template | {"add_generation_prompt": False})
+            start = render_chat(tokenizer, messages[:count], **template | {"add_generation_prompt": False})
             end = len(start.rstrip())
             for token in self.processor.eos_token_ids:
                 if whole.startswith(start) and start[:end].endswith(self.token(token)):
@@ -74,9 +76,3 @@ class Tokenization:
                     rest = whole[end if ended else end - len(self.token(token)) :]
                     return [*ids, *self.encode(rest, add_special_tokens=False)]
         return self.encode(whole, add_special_tokens=False)
-
-    def _rendered(self, messages: list[dict], **template) -> str:
-        try:
-            return self.need("chat messages").apply_chat_template(messages, tokenize=False, **template)
-        except Exception as error:  # the template is a program of the model's (or the client's)
-            raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -61,12 +61,13 @@ class WeightUpdates:
         if len(self._labels) > MAX_LABELS:
             del self._labels[min(self._labels)]
 
-    async def begin(self) -> None:
-        """Start an update that `finish` ends; one that was left unfinished is forgotten."""
+    async def begin(self, label: str | None = None) -> None:
+        """Start an update that `finish` ends; one that was left unfinished is forgotten. label: the version's name."""
         with self.state.updating("the start of one"):
             self._forget()
             self.state.pending = await self.engine.call(LLM.begin_weight_update)
             self._explicit = True
+            self._label = label
 
     async def finish(self, label: str | None = None) -> None:
         """Commit the update that was begun. Raises ConflictError where none was."""
@@ -180,6 +181,9 @@ class WeightUpdates:
     async def join(self, name: str, address: str, port: int, rank: int, world_size: int, backend: str) -> None:
         """Join a weight group; one of that name from before is left. Until its trainer listens, updates may come."""
         check_backend(backend)
+        last = rank + self.engine.llm.world_size - 1
+        if last >= world_size:
+            raise ValueError(f"ranks {rank} to {last} don't fit in a group of {world_size}: see /get_world_size")
         self.state.check_no_update()
         await self._reach(address, port)
         with self.state.updating(f"the making of group {name!r}"):

@@ -18,8 +18,10 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -202,8 +204,7 @@ def new_backend(where: str, rank: int, world_size: int, name: str, backend: str,
     """
     limit = timedelta(seconds=timeout)
     address, _, port = where.rpartition(":")
-    # what `rendezvous` makes of a tcp:// address, which under torchrun would look for the launcher's store there
-    store: dist.Store = dist.TCPStore(address, int(port), world_size, rank == 0, limit, multi_tenant=True)
+    store = _store(address, int(port), world_size, rank, timeout)
     device = next(iter(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()))
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)
@@ -212,6 +213,27 @@ def new_backend(where: str, rank: int, world_size: int, name: str, backend: str,
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * limit  # its watchdog may end the process: our own deadline must be first
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _store(address: str, port: int, world_size: int, rank: int, timeout: float) -> dist.Store:
+    """Return what `rendezvous` makes of a tcp:// address, which under torchrun would look for the launcher's store.
+
+    Raises RuntimeError in time also where a listener says nothing: torch would wait for it without end.
+    """
+    found: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        limit = timedelta(seconds=timeout)
+        try:
+            found.set_result(dist.TCPStore(address, port, world_size, rank == 0, limit, multi_tenant=True))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=connect, name="rendezvous", daemon=True).start()
+    try:
+        return found.result(timeout + 1)
+    except TimeoutError:
+        raise RuntimeError("whoever listens there takes connections, and answers nothing") from None
 
 
 def _buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:

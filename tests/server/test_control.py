@@ -13,6 +13,7 @@ from samebits import LLM, SamplingParams
 from samebits.engine.weights import specs_of
 from samebits.integrations import Client
 from samebits.server.auth import Guard, read_key
+from samebits.server.options import ServerOptions
 from samebits.trainer import exact_model
 
 from helpers.models import make_checkpoint
@@ -281,3 +282,26 @@ def test_directories_that_are_no_checkpoints_are_a_400_that_says_why(server, pat
     shutil.rmtree(copy)
     assert "there is no directory" in refusal()
     assert server.get("/weight_info") == version
+
+
+@pytest.mark.parametrize(("setting", "cleared"), [("", True), ("&clear_cache=false", False)])
+def test_a_pause_forgets_prefixes_unless_it_is_told_not_to(server, setting, cleared):
+    prompt = {"token_ids": [*range(3, 90)], "sampling_params": {"max_tokens": 1}}
+    server.ok("/inference/v1/generate", prompt)
+    server.ok(f"/pause?mode=abort{setting}")
+    server.ok("/resume")
+    before = server.llm.stats().prefix_hit_tokens
+    server.ok("/inference/v1/generate", prompt)
+    assert (server.llm.stats().prefix_hit_tokens == before) == cleared
+
+
+def test_a_sleep_of_level_0_is_a_pause_and_says_so(server):
+    assert server.ok("/sleep?level=0")["status"] == "paused" == state(server)
+    server.ok("/wake_up")
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="pause_keep must be stale or recompute, got 'recomputed'"):
+        ServerOptions(pause_keep="recomputed")
+    with pytest.raises(ValueError, match="transfer_timeout must be positive"):
+        ServerOptions(transfer_timeout=-1.0)

@@ -300,6 +300,7 @@ def test_information_routes_say_what_both_dialects_ask(server):
     assert "renormalised" in info["logprobs_mode"]
     loads = server.get("/v1/loads?include=core")
     assert (loads["num_running_reqs"], loads["num_waiting_reqs"], loads["num_total_reqs"]) == (0, 0, 0)
+    assert server.get("/get_load") == [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}]
     for route in ("/health", "/health_generate", "/ready"):
         server.get(route)
     contract = server.get("/v1/contract")
@@ -540,6 +541,7 @@ BAD = [
     ("/v1/completions", {"prompt": "x", "max_new_tokens": 3}, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "sampling_seed": 3}, "seed"),
     ("/inference/v1/generate", {"token_ids": [5], "seed": 3}, "sampling_params"),
+    ("/inference/v1/generate", {"token_ids": [5], "return_token_ids": False}, "return_token_ids"),
     ("/generate", {"text": "x", "input_ids": [1]}, "either text or input_ids"),
     ("/generate", {"input_ids": [[1], [2]], "rid": ["a"]}, "rid has 1 entries for 2 prompts"),
     ("/generate", {"input_ids": [[1], [2]], "rid": ["a", "a"]}, "the same request_id"),

@@ -164,7 +164,14 @@ def test_vllms_sequence_of_calls(server, state, new_rollout):
     assert served(server) == new_rollout
     assert server.post("/finish_weight_update").status_code == 409
     server.ok("/start_weight_update")
-    assert "21 tensors are missing" in server.post("/finish_weight_update").json()["message"]
+    assert "20 tensors are missing" in server.post("/finish_weight_update").json()["message"]
+
+
+def test_the_name_that_an_update_begins_with_is_its_versions(server, updated):
+    server.ok("/begin_weight_update", {"weight_version": "v7"})
+    server.ok("/update_weights_from_disk", {"model_path": str(updated)})
+    server.ok("/end_weight_update")
+    assert server.get("/weight_info")["weight_version"] == "v7"
 
 
 def test_vllms_own_nccl_group_is_refused_with_the_reason(server):
@@ -321,6 +328,8 @@ def test_a_rendezvous_without_a_trainer_is_a_500_in_time(server):
     where = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     response = server.post("/init_weights_update_group", {**where, "backend": "gloo"})
     assert (response.status_code, response.json()["success"]) == (500, False)
+    refused = server.post("/init_weights_update_group", {**where, "backend": "gloo", "rank_offset": 5})
+    assert refused.status_code == 400 and "ranks 5 to 5 don't fit in a group of 2" in refused.json()["message"]
     if not torch.cuda.is_available():
         assert "use 'gloo'" in server.post("/init_weights_update_group", where).json()["message"]
 
@@ -466,7 +475,7 @@ def test_the_client_returns_what_the_engine_does(server, path, updated):
         assert client.generate(["ab"], SamplingParams(max_tokens=2))[0].prompt == "ab"
         with pytest.raises(ServerError, match="out of range"):
             client.generate([[5000]])
-        assert client.weight_version == 3
+        assert client.get_weight_version() == 3
 
 
 def test_the_client_refuses_other_numerics(server):

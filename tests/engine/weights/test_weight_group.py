@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -191,3 +192,11 @@ def test_the_host_sleeps_while_nccl_receives(polls, arrives):
     with pytest.raises(TransferError, match=r"'lm_head.weight'.* took more than 0.2 s on rank 1 of 2: timed out"):
         group._wait(work, bucket)
     assert calls == ["abort"] and not group.usable
+
+
+def test_a_listener_that_says_nothing_is_an_error_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        begin = time.monotonic()
+        with pytest.raises(TransferError, match="answers nothing"):
+            WeightGroup("127.0.0.1", listener.getsockname()[1], rank=1, world_size=2, timeout=0.5)
+        assert time.monotonic() - begin < 10
