@@ -97,11 +97,12 @@ class EngineConfig:
     def overlaps(self) -> bool:
         """True if a step is prepared while the one before it runs."""
         if self.async_scheduling is None:
-            return self._on_gpu and self._one_batch
+            return self.on_gpu and self._one_batch
         return self.async_scheduling
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """True if the model computes on a CUDA device."""
         return (self.device or "cpu").startswith("cuda")
 
     @property
@@ -109,6 +110,8 @@ class EngineConfig:
         return self.pipeline_parallel_size == self.num_batches == 1
 
     def __post_init__(self) -> None:
+        if self.device is not None:
+            object.__setattr__(self, "device", str(self.device))
         self._check_types()
         if self.speculation is not None and self.max_num_batched_tokens == 1:
             raise ValueError(
@@ -116,7 +119,7 @@ class EngineConfig:
             )
         stages = self.pipeline_parallel_size
         if self.max_num_batched_tokens is None:
-            tokens = 256 if stages > 1 else 8192 if self._on_gpu else 2048
+            tokens = 256 if stages > 1 else 8192 if self.on_gpu else 2048
             object.__setattr__(self, "max_num_batched_tokens", tokens)
         if self.backend is None:
             object.__setattr__(self, "backend", "ray" if self.num_workers > 1 else "inproc")

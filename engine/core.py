@@ -119,9 +119,10 @@ class EngineCore(WorkerEngine):
             self.expert_reader.note_end(sample)
             if sample.seq_id not in unstarted:
                 self.scheduler.finish(sample)
-        self.expert_reader.read(step.result for step in self._steps)
         del self.requests[request.request_id]
         self.outbox[request.request_id] = request
+        if self.failure is None:  # else nobody can read them
+            self.expert_reader.read(step.result for step in self._steps)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class EngineCore(WorkerEngine):
         start = time.perf_counter()
         model_seconds = self._model_seconds
         if self.failure is not None:
-            raise WorkerError(f"the pipeline is broken ({self.failure}); make a new engine")
+            raise WorkerError(f"the engine is broken ({self.failure}); make a new one")
         if not self.ready:
             raise RuntimeError("the engine sleeps; call wake_up first, and update_weights where they were dropped")
         with deferred_interrupt():  # state changes whole steps at a time

@@ -54,23 +54,24 @@ class ExpertReader:
 
         under_way: steps that may compute some of their tokens; stages answer meanwhile, so they are waited for.
         """
-        if not self._ended:
+        ended = self._ended
+        self._ended = []
+        if not ended:
             return
         for result in under_way:
             result.wait()
-        stages = self.executor.collective_rpc("read_routed_experts", np.concatenate([e.slots for e in self._ended]))
+        stages = self.executor.collective_rpc("read_routed_experts", np.concatenate([e.slots for e in ended]))
         k = max(part.shape[2] for part in stages)  # 0 in a stage without experts
         found = np.concatenate([np.pad(part, [(0, 0), (0, 0), (0, k - part.shape[2])]) for part in stages], 1)
         dtype = np.uint8 if self.executor.info.num_experts <= 256 else np.uint16
         first = 0
-        for sample, wanted, slots in self._ended:
+        for sample, wanted, slots in ended:
             rows = found[first : first + len(slots)]
             first += len(slots)
             sample.routed_experts = rows.astype(dtype)
             if len(rows) < wanted:
                 sample.routed_experts = np.full((wanted, *rows.shape[1:]), -1, np.int32)
                 sample.routed_experts[: len(rows)] = rows
-        self._ended = []
 
 
 def _owner(sample: Sample, end: int) -> Sample:

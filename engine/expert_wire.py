@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-LOGPROBS = 4  # of a reply, that the experts of a token count as: some 1,500 bytes, those of a large model
+EXPERTS_AS_LOGPROBS = 4  # of a reply, that the experts of a token count as: some 1,500 bytes, those of a large model
 _PART = 3 * 2**14  # bytes, a multiple of three
 
 

@@ -25,7 +25,7 @@ _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 class InputProcessor:
     """The check and tokenisation of prompts.
 
-    It holds no state of the engine: threads may each use one with their own tokenizer.
+    It holds no state of the engine: threads may share one, whose tokenizer is a Rust library's.
 
     where: what to call the model in errors.
     """
@@ -121,6 +121,14 @@ def need_chat_template(tokenizer: Tokenizer | None, where: object) -> Tokenizer:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{where} has no chat template; use `generate`, with a prompt that is the whole text")
     return tokenizer
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[dict], **template: Any) -> str:
+    """Return the text that the chat template makes of messages. ValueError where it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **template)
+    except Exception as error:  # the template is a program of the model's (or the client's)
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
 def load_tokenizer(path: pathlib.Path) -> Tokenizer | None:

@@ -18,7 +18,7 @@ from .core import EngineCore
 from .detokenizer import Tokenizer
 from .engine import MEMORY_TAGS, Engine, WorkerEngine
 from .executor import LocalExecutor
-from .input_processor import InputProcessor, Prompt, load_tokenizer, need_chat_template
+from .input_processor import InputProcessor, Prompt, load_tokenizer, need_chat_template, render_chat
 from .interrupts import deferred_interrupt
 from .outputs import EngineStats, RequestOutput
 from .request import Request
@@ -44,8 +44,8 @@ class LLM:
             self.config = replace(self.config, adapter=load_adapter_config(adapter))
         self.path = resolve(model)
         self.model_config = load_config(self.path)
-        if engine is None and self.config.dtype is None:
-            found = parse_dtype(None, self.config.device or "cpu", self.model_config)
+        if engine is None:
+            found = parse_dtype(self.config.dtype, self.config.device or "cpu", self.model_config)
             self.config = replace(self.config, dtype=str(found).removeprefix("torch."))
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         self.engine = make_engine(self.path, self.config, self.tokenizer) if engine is None else engine
@@ -55,7 +55,11 @@ class LLM:
         self._next_request_id = 0
         self.processor = self.input_processor(self.tokenizer)
         if engine is None and (isinstance(adapter, nn.Module) or is_folder(adapter)):
-            self.update_weights(adapter)
+            try:
+                self.update_weights(adapter)
+            except BaseException:
+                self.close()
+                raise
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ class LLM:
     def chat_prompt(self, conversation: list[dict[str, str]]) -> list[int]:
         """The token ids that the model's chat template makes of a conversation. ValueError where it has none."""
         tokenizer = need_chat_template(self.tokenizer, self.path)
-        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        text = render_chat(tokenizer, conversation, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def add_request(
@@ -148,6 +152,8 @@ class LLM:
         if not isinstance(prompt, Request):
             params = sampling_params if sampling_params is not None else SamplingParams()
             prompt = self.process(prompt, params, self._new_request_id() if request_id is None else request_id)
+        if prompt.finished:
+            raise ValueError(f"request {prompt.request_id!r} has ended: process its prompt again")
         if self._in_use(prompt.request_id):
             raise ValueError(f"request_id {prompt.request_id!r} is in use")
         self.engine.add_request(prompt)
@@ -265,7 +271,12 @@ class LLM:
         return self.worker_engine.workers.world_size
 
     def weight_checksums(self) -> dict[str, str]:
-        """A hash of each tensor's bytes, as the engine holds it; tied tensors under their first name."""
+        """A hash of each tensor's bytes, as the engine holds it; tied tensors under their first name.
+
+        ValueError while the weights are dropped.
+        """
+        if not self.engine.has_weights:
+            raise ValueError("the weights are dropped: wake the engine up, or update them")
         return self.engine.weight_checksums()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:

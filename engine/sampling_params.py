@@ -150,8 +150,3 @@ class SamplingParams:
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}")
         if self.min_tokens or self.ignore_eos:
             raise ValueError("structured_outputs says where a completion ends: leave min_tokens and ignore_eos out")
-
-    @property
-    def greedy(self) -> bool:
-        """True if the most likely token is taken."""
-        return self.temperature == 0

@@ -90,7 +90,9 @@ def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
         yield bucket
 
 
-def packed(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[list[np.ndarray], list[TensorSpec]]]:
+def byte_buckets(
+    tensors: Iterable[tuple[str, Tensor]], limit: int
+) -> Iterator[tuple[list[np.ndarray], list[TensorSpec]]]:
     """Yield (bytes, specs) of tensors in `buckets` of at most `limit` bytes."""
     for bucket in buckets(tensors, lambda pair: pair[1].nbytes, limit):
         yield [to_bytes(tensor) for _, tensor in bucket], [TensorSpec.of(name, tensor) for name, tensor in bucket]

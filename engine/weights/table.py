@@ -19,7 +19,7 @@ from ...model.exact import LMHead, contract_of
 from ...model.stored import Piece, by_tensor
 from .spec import TensorSpec
 
-WeightSource = nn.Module | Iterable[tuple[str, Tensor]] | str | os.PathLike
+WeightSource = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike
 
 
 class WeightUpdateError(ValueError):
@@ -110,6 +110,7 @@ class WeightTable:
                 missing.update(lacking)
         missing -= {second for second, first in self.tied.items() if first not in missing}
         missing -= {first for second, first in self.tied.items() if second not in missing}
+        missing -= self.tied.keys()  # where both are, the first stands for them
         return sorted(missing)
 
     def check_complete(self, names: Set[str], parts: Set[bool] = frozenset()) -> None:

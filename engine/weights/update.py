@@ -6,7 +6,7 @@ import logging
 import os
 import pathlib
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -60,7 +60,8 @@ class WeightUpdate:
             fresh.add(spec.name)
 
     def load(self, source: WeightSource, contract: Contract | None = None) -> None:
-        """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs, or a directory.
+        """Stage every tensor of a module (FSDP2 too: all ranks iterate it), (name, tensor) pairs or a state
+        dict, or a directory.
 
         A PEFT model and a folder with PEFT's files bring the adapter alone.
 
@@ -75,7 +76,8 @@ class WeightUpdate:
         elif isinstance(source, str | os.PathLike):
             self._load_directory(pathlib.Path(source).absolute())
         else:
-            self.workers.send_tensors(self.id, self._checked(source))
+            pairs = source.items() if isinstance(source, Mapping) else source
+            self.workers.send_tensors(self.id, self._checked(pairs))
 
     def _load_module(self, module: nn.Module, contract: Contract | None) -> None:
         if contract is not None:

@@ -13,6 +13,7 @@ from samebits.model.routing import routers
 from samebits.trainer import exact_model
 
 from helpers.families import BEFORE_5_13
+from helpers.faults import fail
 from helpers.moe import MOE, save_tiny_moe
 from helpers.schedules import (
     assert_trainers_experts,
@@ -272,3 +273,17 @@ def test_more_than_256_experts(tmp_path):
     assert np.array_equal(
         completion.routed_experts, trainers_experts(exact_model(path), [7, 8, 9, *completion.token_ids])
     )
+
+
+def test_a_broken_engine_s_requests_end_without_their_experts(models, monkeypatch):
+    """They can't be read any more; a request that stayed would keep a server's loop busy for ever."""
+    path, _ = models("qwen3_moe")
+    llm = LLM(path, kv_cache_memory_bytes=1 << 20)
+    request = llm.add_request([3, 4, 5], SamplingParams(max_tokens=9, routed_experts=True))
+    llm.step()
+    llm.engine.failure = "a fault of the device"
+    monkeypatch.setattr(llm.engine.executor, "collective_rpc", fail(RuntimeError("a fault of the device")))
+    llm.abort(request)
+    (output,) = llm.take_outputs()
+    assert output.finished and output.completions[0].routed_experts is None
+    assert not llm.has_unfinished_requests()

@@ -12,6 +12,7 @@ from samebits.engine import EngineConfig
 from samebits.engine.model_runner import ModelRunner
 from samebits.engine.worker import Worker
 
+from helpers.adapters import adapted_model
 from helpers.engines import (
     PROMPT,
     VOCAB,
@@ -21,6 +22,7 @@ from helpers.engines import (
     prompt_of,
     run_all,
 )
+from helpers.faults import fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -216,3 +218,27 @@ def test_stages_in_one_process_share_its_memory(checkpoint, monkeypatch):
 
 def test_a_step_of_a_gpu_may_have_more_tokens():
     assert [EngineConfig(device=d).max_num_batched_tokens for d in ("cpu", "cuda")] == [2048, 8192]
+
+
+def test_torchs_own_objects_name_device_and_dtype(checkpoint):
+    llm = LLM(checkpoint("llama"), device=torch.device("cpu"), dtype=torch.bfloat16, kv_cache_memory_bytes=1 << 20)
+    assert (llm.config.device, llm.config.dtype) == ("cpu", "bfloat16")
+
+
+def test_a_request_that_has_ended_is_not_taken_again(shared, checkpoint):
+    llm = shared(checkpoint("llama"))
+    request = llm.process(PROMPT, SamplingParams(max_tokens=1), "once")
+    llm.add_request(request)
+    run_all(llm)
+    with pytest.raises(ValueError, match="has ended: process its prompt again"):
+        llm.add_request(request)
+    assert_idle(llm)
+
+
+def test_an_adapter_that_can_not_be_loaded_leaves_no_engine_behind(checkpoint, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(LLM, "update_weights", fail(RuntimeError("a damaged file")))
+    monkeypatch.setattr(LLM, "close", lambda llm: closed.append(llm))
+    with pytest.raises(RuntimeError, match="a damaged file"):
+        LLM(checkpoint("llama"), adapter=adapted_model(checkpoint("llama"), seed=1), kv_cache_memory_bytes=1 << 20)
+    assert len(closed) == 1

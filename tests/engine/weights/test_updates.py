@@ -354,3 +354,12 @@ def test_an_update_without_memory_says_what_to_do_and_the_next_one_goes_through(
             llm.update_weights(model)
     assert llm.weight_checksums() == before and llm.weight_version == 0
     assert llm.update_weights(model) == 1 and llm.weight_checksums() != before
+
+
+def test_a_state_dict_is_a_source_and_dropped_weights_have_no_checksums(checkpoint, updated):
+    llm, new = engine(checkpoint("llama")), exact_model(updated)
+    assert llm.update_weights(new.state_dict()) == 1
+    assert llm.weight_checksums() == engine(updated).weight_checksums()
+    llm.sleep(2)
+    with pytest.raises(ValueError, match="weights are dropped"):
+        llm.weight_checksums()
