@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.config import EngineConfig
 from ..engine.weights import WorkerError, Workers
-from ..engine.weights.spec import buckets, from_bytes, packed
+from ..engine.weights.spec import buckets, byte_buckets, from_bytes
 from ..engine.weights.workers import arguments_of
 from ..engine.worker import Worker
 from .ray_cluster import ReplicaPlacement, check_connected
@@ -123,7 +123,7 @@ class RemoteWorkers(Workers):
     def send_tensors(self, update_id: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors in every worker; the next buckets are read while workers load the last."""
         under_way: deque[list[RemoteCall]] = deque()
-        for data, specs in packed(tensors, BUCKET_BYTES):
+        for data, specs in byte_buckets(tensors, BUCKET_BYTES):
             under_way.append(self._start("load_bucket", update_id, ray.put(data), specs))
             if len(under_way) == BUCKETS_UNDER_WAY:
                 gather(under_way.popleft(), self.load_timeout)

@@ -36,7 +36,8 @@ def connect() -> None:
 
 def _init() -> None:
     try:
-        ray.init(num_cpus=len(os.sched_getaffinity(0)), resources={LOCAL: 1.0}, include_dashboard=False)
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
+        ray.init(num_cpus=cpus, resources={LOCAL: 1.0}, include_dashboard=False)
     except ValueError:  # there is a cluster, which has the CPUs that it has
         ray.init(include_dashboard=False)
 
@@ -52,11 +53,6 @@ def on_local_cluster() -> bool:
     return LOCAL in ray.cluster_resources()
 
 
-def on_gpus(config: EngineConfig) -> bool:
-    """Return True if workers compute on CUDA devices."""
-    return (config.device or "cpu").startswith("cuda")
-
-
 def nodes() -> list[tuple[int, int]]:
     """Return the CPUs and GPUs of each of the cluster's nodes."""
     found = [n["Resources"] for n in ray.nodes() if n["Alive"]]
@@ -66,14 +62,14 @@ def nodes() -> list[tuple[int, int]]:
 def threads_per_worker(config: EngineConfig) -> int:
     """Return what OMP_NUM_THREADS says, or as many CPU threads as each worker can have of the cluster's free CPUs."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit():
+    if asked.isdecimal() and int(asked):
         return int(asked)
     sizes = nodes()
     free = round(ray.available_resources().get("CPU", 0))
     workers = config.num_workers
 
     def fits(threads: int) -> bool:
-        places = sum(min(cpus // threads, gpus if on_gpus(config) else workers) for cpus, gpus in sizes)
+        places = sum(min(cpus // threads, gpus if config.on_gpu else workers) for cpus, gpus in sizes)
         return threads * workers <= free and places >= workers
 
     return next(filter(fits, range(max(cpus for cpus, _ in sizes), 1, -1)), 1)
@@ -81,7 +77,7 @@ def threads_per_worker(config: EngineConfig) -> int:
 
 def sharers_of_memory(config: EngineConfig, threads: int) -> int:
     """Return how many workers may share a node's memory; a GPU belongs to one."""
-    if on_gpus(config):
+    if config.on_gpu:
         return 1
     if on_local_cluster():
         return config.num_workers
@@ -94,7 +90,7 @@ class ReplicaPlacement:
 
     def __init__(self, config: EngineConfig, threads: int):
         cpus = LOCAL_CPUS if on_local_cluster() else float(threads)
-        gpus = 1.0 if on_gpus(config) else 0.0
+        gpus = 1.0 if config.on_gpu else 0.0
         # Ray adds 15 to the niceness of its workers, which would then wait for whatever else a node runs
         environment = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
         self._options = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}

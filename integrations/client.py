@@ -17,7 +17,7 @@ import httpx
 from torch import Tensor, nn
 
 from ..engine import Completion, RequestOutput, SamplingParams, VersionSpan
-from ..engine.expert_wire import LOGPROBS, parse_ids
+from ..engine.expert_wire import EXPERTS_AS_LOGPROBS, parse_ids
 from ..engine.outputs import LOWEST_LOGPROB
 from ..engine.weights import TensorSpec, WeightGroup, check_contract, specs_of
 from ..engine.weights.group import DEFAULT_GROUP_NAME, listening_store
@@ -67,11 +67,18 @@ class Client:
 
     def get(self, path: str) -> Any:
         """The decoded reply to a GET. Raises ServerError where the server refuses."""
-        return self._checked(self._http.get(path))
+        return self._checked(self._sent(self._http, "GET", path))
 
-    def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+    def post(self, path: str, body: Any = None) -> Any:
         """The reply's JSON to a control call. Raises ServerError for another status than 200."""
-        return self._checked(self._control.post(path, json=body, timeout=timeout or self.timeout))
+        return self._checked(self._sent(self._control, "POST", path, json=body))
+
+    def _sent(self, http: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
+        """Return the response. Raises ConnectionError where there is none."""
+        try:
+            return http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise ConnectionError(f"no answer from {http.base_url}: {error}") from error
 
     def _checked(self, response: httpx.Response) -> Any:
         if response.is_success:
@@ -82,9 +89,8 @@ class Client:
             message = response.text[:1000]
         raise ServerError(response.status_code, message)
 
-    @property
-    def weight_version(self) -> int | str:
-        """The version in force at the server; an int where its label is one."""
+    def get_weight_version(self) -> int | str:
+        """Ask for the version in force at the server; an int where its label is one."""
         return _version(self.get("/weight_info")["weight_version"])
 
     def generate(
@@ -120,7 +126,7 @@ class Client:
             sampled = min(p.max_tokens or room, room)
             tokens = p.n * sampled + length * (p.prompt_logprobs is not None)
             more = tokens * (1 + max(p.logprobs or 0, p.prompt_logprobs or 0))
-            more += LOGPROBS * p.n * min(room, length + sampled) * p.routed_experts
+            more += EXPERTS_AS_LOGPROBS * p.n * min(room, length + sampled) * p.routed_experts
             sequences += p.n
             values += more
             size += len(prompt)
@@ -145,7 +151,8 @@ class Client:
         }  # fmt: skip
         patience = time.monotonic() + self.timeout
         while True:
-            response = self._http.post("/generate", json=body, timeout=httpx.Timeout(self.timeout, read=None))
+            limit = httpx.Timeout(self.timeout, read=None)
+            response = self._sent(self._http, "POST", "/generate", json=body, timeout=limit)
             if response.status_code != 503 or time.monotonic() > patience or not self._is_serving():
                 break
             if half := len(prompts) // 2:  # others' requests fill its queue: fewer find room sooner
@@ -155,7 +162,7 @@ class Client:
         return [_output(prompt, list(islice(found, p.n)), p) for prompt, p in zip(prompts, each, strict=True)]
 
     def _is_serving(self) -> bool:
-        return self._http.get("/health").is_success and self.get("/is_paused")["state"] == "serving"
+        return self._sent(self._http, "GET", "/health").is_success and self.get("/is_paused")["state"] == "serving"
 
     def update_weights(
         self,
@@ -180,7 +187,7 @@ class Client:
         """Update from a checkpoint directory that the server sees under the same path; return as `update_weights`."""
         body = {"model_path": os.path.abspath(folder), "weight_version": None if version is None else str(version)}
         self.post("/update_weights_from_disk", body)
-        return self.weight_version
+        return self.get_weight_version()
 
     def send_weights(
         self,
@@ -200,7 +207,7 @@ class Client:
         }  # fmt: skip
         with self._posting("/update_weights_from_distributed", body):
             self._group.send(tensors, specs, BUCKET_BYTES)
-        return self.weight_version
+        return self.get_weight_version()
 
     def _own_address(self) -> str:
         url = self._http.base_url

@@ -46,7 +46,7 @@ class RemoteEngine(Engine):
         self.contract = client.contract
         self.eos_token_ids = eos_token_ids(load_config(path), load_generation_config(path))
         self.max_model_len = client.context_length
-        self.weight_version = _number(client.weight_version)
+        self.weight_version = _number(client.get_weight_version())
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError for what isn't on the wire; the server refuses what can't fit."""

@@ -8,6 +8,8 @@ import itertools
 import math
 import pickle
 import re
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -129,6 +131,12 @@ _ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal val
 }
 
 
+_DAMAGED = (
+    ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile,
+    zlib.error, RuntimeError,
+)  # fmt: skip
+
+
 def _fail(source: str | Path, wrong: str, expected: str) -> NoReturn:
     raise RolloutFormatError(f"{source}: {wrong}; expected {expected}")
 
@@ -139,7 +147,7 @@ def _located(source: str | Path, expected: str) -> Iterator[None]:
         yield
     except RolloutFormatError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+    except _DAMAGED as error:
         wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise RolloutFormatError(f"{source}: {wrong}; expected {expected}") from error
 

@@ -24,7 +24,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 
 from ...engine import LLM, RequestOutput, RequestOutputKind, SamplingParams, WeightUpdate, WeightUpdateError
 from ...engine.engine import MEMORY_TAGS
-from ...engine.weights.spec import TensorSpec, from_bytes, gathering, packed, specs_of, to_bytes
+from ...engine.weights.spec import TensorSpec, byte_buckets, from_bytes, gathering, specs_of, to_bytes
 from ...kernels.contract import Contract, NumericsError
 from ...server.async_engine import AsyncEngine, GenerateRequest
 from . import limits
@@ -338,7 +338,7 @@ class ServerAdapter(BaseRollout):
         with gathering(weights):
             await self._call("begin_weights", ServerAdapter.contract)
             megabytes = min(self.config.checkpoint_engine.update_weights_bucket_megabytes, MAX_BUCKET)
-            for data, specs in packed(weights, megabytes << 20):
+            for data, specs in byte_buckets(weights, megabytes << 20):
                 await self._call("load_weights", data, specs)
         await self._call("commit_weights", others.get("global_steps"))
         ServerAdapter.trained_steps = others.get("global_steps")

@@ -71,6 +71,8 @@ def test_rays_workers_share_nodes_not_one_machine(monkeypatch, nodes, taken, dev
     config = EngineConfig(replicas=workers, backend="ray", device=device)
     assert placing.threads_per_worker(config) == threads
     assert placing.sharers_of_memory(config, threads) == sharers
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")  # OpenMP's own choice
+    assert placing.threads_per_worker(config) == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert placing.threads_per_worker(config) == 3
 

@@ -457,6 +457,18 @@ def test_trl_and_verl_dumps(tmp_path, batch, suffix):
         same(rollout, dataclasses.replace(expected, mask=mask))
 
 
+@pytest.mark.parametrize("suffix", ["pt", "npz"])
+def test_a_truncated_dump_is_named(tmp_path, suffix):
+    path = tmp_path / f"dump.{suffix}"
+    if suffix == "pt":
+        torch.save(trl_batch(), path)
+    else:
+        np.savez(path, **{key: value.numpy() for key, value in trl_batch().items()})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RolloutFormatError, match=rf"dump\.{suffix}: "):
+        list(read_rollouts(path))
+
+
 def test_tokens_of_tools_stay_in_the_sequence_outside_the_mask(tmp_path):
     trl, verl = trl_batch(), verl_batch()
     trl["tool_mask"] = torch.ones(2, 5, dtype=torch.int64)

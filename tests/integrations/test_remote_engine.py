@@ -179,3 +179,9 @@ def test_an_update_of_an_adapter_alone_reaches_a_server(path, tmp_path, over):
             out = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, seed=1), use_tqdm=False)[0]
         (expected,) = token_logprobs(model, [[5, 6, 7, *out.completions[0].token_ids]])
         assert torch.equal(torch.tensor(out.completions[0].logprobs), expected[3:].detach())
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_a_server_that_is_not_there_is_named(url):
+    with pytest.raises(ConnectionError, match=r"no answer from .*127\.0\.0\.1"):
+        Client(url)
