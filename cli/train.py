@@ -42,7 +42,9 @@ def train(
         str, typer.Option(help="arithmetic, sorting, brackets, counting, or a .jsonl of prompts and answers.")
     ],
     output_dir: Annotated[Path, typer.Option(help="Log, checkpoints and plots; an earlier run there is resumed.")],
-    correction: Annotated[str, typer.Option(help="A preset such as token_tis or k3_mean_rs.")] = "none",
+    correction: Annotated[
+        str, typer.Option(help="A preset such as token_tis, or JSON as calibrate's --candidates have it.")
+    ] = "none",
     verifier: Annotated[str | None, typer.Option(help="Of a .jsonl task: exact or math-verify.")] = None,
     num_problems: Annotated[
         int | None, typer.Option(help="Problems of a built-in task, which repeat; unset, all are new.")
@@ -65,6 +67,7 @@ def train(
 
     from ..correction import preset
     from ..engine import SamplingParams
+    from ..integrations.corrections import from_plain
     from ..kernels import ops
     from ..trainer import save_weights
     from ..trainer.fsdp import init_process_group
@@ -82,7 +85,7 @@ def train(
         }
     config = TrainConfig(
         model=str(output_dir / model) if tiny else model,
-        correction=preset(correction),
+        correction=from_plain(json.loads(correction)) if correction.startswith("{") else preset(correction),
         sampling=SamplingParams(**sampling),
         output_dir=output_dir,
         engine=ENGINE.changed(engine),

@@ -8,7 +8,10 @@ import shutil
 
 
 def publish(draft: pathlib.Path, target: pathlib.Path) -> None:
-    """Give a finished folder its name; an older one of this name goes when the new one is there."""
+    """Give a finished folder its name. An older one of this name is moved aside first, and removed at the end.
+
+    A crash between the two renames leaves it as .NAME.old, and nothing of its name.
+    """
     old = target.with_name(f".{target.name}.old")
     sync(draft)
     if target.exists():

@@ -85,7 +85,8 @@ def _tensors(model: PreTrainedModel, optimizer) -> dict[str, Any]:
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """Complete checkpoints, oldest first."""
-    return sorted((p for p in folder.glob(f"{PREFIX}*") if (p / STATE).is_file()), key=step_of)
+    numbered = (p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal())
+    return sorted((p for p in numbered if (p / STATE).is_file()), key=step_of)
 
 
 def step_of(checkpoint: pathlib.Path) -> int:

@@ -107,6 +107,8 @@ class TrainConfig:
         check_combination(self.mode, self.recipe.kind, self.correction)
         if self.group_size == 1 and self.recipe.baseline in ("group", "group-std", "leave-one-out"):
             raise ValueError(f"{self.algorithm} compares the samples of a group: group_size must be at least 2")
+        if self.group_size == 1 and self.filter_uniform:
+            raise ValueError("filter_uniform leaves out every group of one sample: group_size must be at least 2")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
         if self.clip is not None and self.recipe.kind == "reinforce":

@@ -94,7 +94,7 @@ class Trainer:
         reference = self._load_model().requires_grad_(False) if config.kl_coef else None
         if config.router_aux_loss_coef and load_balancing_loss_of(self.model) is None:
             raise ValueError(f"router_aux_loss_coef: transformers has no such loss for {type(self.model).__name__}")
-        self.objective = Objective(config, self.model, reference)
+        self.objective = Objective(config, self.model, reference, self.llm.tokenizer)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         params = replace(config.sampling, n=config.group_size, seed=None, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -206,7 +206,7 @@ class Trainer:
         for minibatch in minibatches:
             for members in minibatch.packs if minibatch.rollouts else ():
                 rollouts = [minibatch.rollouts[i] for i in members]
-                logprobs, *_ = completion_logprobs(self.model, rollouts, self.config.sampling)
+                logprobs, *_ = completion_logprobs(self.model, rollouts, self.config.sampling, self.llm.tokenizer)
                 self._see(comparison, rollouts, logprobs)
                 minibatch.old.update(zip(members, logprobs, strict=True))
         return comparison

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ...correction import LogProbs, Statistic, contribution, correction_metrics, policy_loss, summarize
 from ...correction.losses import aggregate
 from ...engine import SamplingParams
+from ...engine.detokenizer import Tokenizer
 from ..logprobs import token_logprobs
 from .config import TrainConfig
 from .losses import reference_kl
@@ -29,16 +30,27 @@ def total(parts: Iterable[Sums]) -> Sums:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, rollouts: list[Trajectory], params: SamplingParams, router_loss: bool = False
+    model: PreTrainedModel,
+    rollouts: list[Trajectory],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None = None,
+    router_loss: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Log-probs fp32 [T] of each completion, all entropies [sum of T], and the routers' loss if it is asked for.
 
     Without rollouts, a forward all the same: under FSDP a rank with nothing to do takes part in the others'.
+    tokenizer: the engine's, which grammars need.
     """
     sequences = [r.sequence for r in rollouts] or [[0]]
     lens = [len(r.prompt_token_ids) for r in rollouts] or [1]
     logprobs, entropies, *more = token_logprobs(
-        model, sequences, params, prompt_lens=lens, return_entropy=True, return_router_loss=router_loss
+        model,
+        sequences,
+        params,
+        prompt_lens=lens,
+        return_entropy=True,
+        return_router_loss=router_loss,
+        tokenizer=tokenizer,
     )
     completions = [values[n:] for values, n in zip(logprobs, lens, strict=True)]
     entropy = torch.cat([values[n:] for values, n in zip(entropies, lens, strict=True)])
@@ -48,10 +60,17 @@ def completion_logprobs(
 class Objective:
     """The configured loss of packs whose sum over all packs and ranks is one update's."""
 
-    def __init__(self, config: TrainConfig, model: PreTrainedModel, reference: PreTrainedModel | None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.config = config
         self.model = model
         self.reference = reference
+        self.tokenizer = tokenizer
 
     def __call__(
         self,
@@ -70,11 +89,13 @@ class Objective:
         config = self.config
         recipe = config.recipe
         coefficient = config.router_aux_loss_coef
-        current, entropy, balance = completion_logprobs(self.model, rollouts, config.sampling, coefficient > 0)
+        current, entropy, balance = completion_logprobs(
+            self.model, rollouts, config.sampling, self.tokenizer, coefficient > 0
+        )
         reference: list[Tensor] = []
         if self.reference is not None:
             with torch.no_grad():
-                reference, *_ = completion_logprobs(self.reference, rollouts, config.sampling)
+                reference, *_ = completion_logprobs(self.reference, rollouts, config.sampling, self.tokenizer)
         if not rollouts:
             return (entropy.sum() if balance is None else entropy.sum() + balance) * 0.0, [], {}
         lengths = [len(r.token_ids) for r in rollouts]
@@ -134,5 +155,5 @@ def report(sums: Sums) -> dict[str, float]:
         return {}
     own = ("entropy", "clipped", "k1", "k3", "kl", "contribution_positive", "contribution_negative", "router_loss")
     result = {name: sums[name] / sums["tokens"] for name in own if name in sums}
-    corrected = {name: torch.tensor(value) for name, value in sums.items() if name not in own}
+    corrected = {name: value for name, value in sums.items() if name not in own}
     return result | {f"correction/{name}": value for name, value in summarize(corrected).items()}

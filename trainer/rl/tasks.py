@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -214,7 +215,7 @@ class MathGrader:
 
     def equal(self, answer: str, text: str) -> bool:
         """True if the text ends in an expression that equals the answer."""
-        if self._process is None:
+        if self._process is None or self._process.poll() is not None:  # it may have died meanwhile
             script = pathlib.Path(__file__).with_name("math_grader.py")
             command = [sys.executable, "-P", str(script)]  # -P: its neighbours here aren't its modules
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -230,8 +231,9 @@ class MathGrader:
         """Return the grader's verdict, or None if it takes too long or dies."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([answer, text]) + "\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died: there is nothing to read, either
+            process.stdin.write(json.dumps([answer, text]) + "\n")
+            process.stdin.flush()
         if select.select([process.stdout], [], [], timeout)[0] and (line := process.stdout.readline()):
             return json.loads(line)
         process.kill()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from samebits import LLM, CheckpointError, NumericsError, SamplingParams
 from samebits.correction import Correction, preset
+from samebits.engine import StructuredOutputsParams
 from samebits.trainer import exact_model, token_logprobs
 from samebits.trainer.rl import ALGORITHMS, TrainConfig, Trainer, advantages, make_task, pack
 from samebits.trainer.rl.checkpoint import checkpoints
@@ -29,6 +30,7 @@ from samebits.trainer.verify import falsify
 
 from helpers import faults
 from helpers.digits import Digits
+from helpers.serving import served_checkpoint
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES["num_key_value_heads"] = 1
@@ -523,6 +525,7 @@ def test_settings_that_contradict_each_other_are_refused(tiny):
         ({"dual_clip": 3.0, "algorithm": "cispo"}, "no clipped surrogate"),
         ({"betas": (0.9, 1.0)}, r"must lie in \[0, 1\)"),
         ({"group_size": 1}, "group_size must be at least 2"),
+        ({"group_size": 1, "algorithm": "reinforce", "filter_uniform": True}, "leaves out every group of one sample"),
         ({"sampling": SamplingParams(max_tokens=9, detokenize=False)}, "must detokenize"),
         ({"sampling": SamplingParams(max_tokens=None), "algorithm": "dr_grpo"}, "must set it"),
     ]:
@@ -615,7 +618,8 @@ def test_a_drafter_that_cannot_be_copied_may_train(tiny, tmp_path):
 
 def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
     Trainer(config_of(tiny, output_dir=tmp_path, steps=4, save_every=1, keep=2), Digits()).fit()
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000003", "step-000004"]
+    (tmp_path / "step-000003").rename(tmp_path / "step-000003-kept")  # a user's own
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000004"]
 
 
 # --- tasks ----------------------------------------------------------------------------------------------------------
@@ -714,6 +718,9 @@ def test_math_verify_is_stopped_when_it_takes_too_long(caplog):
     assert grader.equal("$4$", "$2^2$")
     assert not grader.equal("$4$", "$9^{9^{9^9}}$") and "took longer than 1 s" in caplog.text
     assert grader.equal("$4$", "$2^2$")
+    grader._process.kill()  # as the kernel does where memory is short
+    grader._process.wait()
+    assert grader.equal("$4$", "$2^2$")
 
 
 def test_supervised_steps_teach_a_tiny_model(tmp_path):
@@ -780,3 +787,27 @@ def test_a_given_engine_is_used(tiny):
     trainer.step()
     assert trainer.llm is llm and llm.weight_version == 2  # 1: the trainer's weights, sent at the start
     assert 0 <= trainer.evaluate(5) <= 1
+
+
+def test_a_validation_answers_each_problem_once(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps({"prompt": str(i), "answer": i}) + "\n" for i in range(50)))
+    task = JsonlTask(file)
+    trainer = Trainer(config_of(tiny), task)
+    asked = []
+    generate = trainer.llm.generate
+
+    def spy(prompts, *args, **options):
+        asked.extend(prompts)
+        return generate(prompts, *args, **options)
+
+    monkeypatch.setattr(trainer.llm, "generate", spy)
+    trainer.evaluate(256)
+    assert len(asked) == len(task.problems["validation"]) < 20
+
+
+def test_grammars_train(checkpoint, tmp_path):
+    model = str(served_checkpoint(checkpoint("llama"), tmp_path / "model"))
+    grammar = StructuredOutputsParams(regex="[0-9]{1,6}")
+    trainer = Trainer(config_of(model, sampling=SamplingParams(max_tokens=9, structured_outputs=grammar)), Digits())
+    assert trainer.step()["max_difference"] == 0
