@@ -25,6 +25,8 @@ class KeptIds:
     def add(self, key: bytes, token_ids: Sequence[int]) -> None:
         """Keep the ids of a conversation of this key, whose last message is the answer."""
         self._drop(key)
+        if len(token_ids) > self.max_tokens:
+            return
         self._turns[key] = array("i", token_ids)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:

@@ -147,7 +147,9 @@ def _value(text: str) -> Any:
     """A value as JSON, or as Python writes it, as some templates do; else the text."""
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return read(text)
+            value = read(text)
+            json.dumps(value, allow_nan=False)  # else it is no argument: a set, say
+            return value
     return text
 
 

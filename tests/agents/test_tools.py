@@ -6,12 +6,14 @@ import json
 import pathlib
 import random
 import time
+from array import array
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from samebits.agents import FORMATS, tool_format
+from samebits.agents.kept_ids import KeptIds
 from samebits.engine.structured_outputs import Constraint
 from samebits.server.options import ServerOptions
 
@@ -164,6 +166,8 @@ def test_tags_hold_what_the_tools_schema_says(name):
     }  # fmt: skip
     code = "  def f():\n    return 1\n\n"
     assert read([CONVERT], number="many", text=code) == {"number": "many", "text": code}
+    for no_json in ("{1, 2}", "NaN", "b'x'"):  # though Python would read it
+        assert read([CONVERT], number=no_json) == {"number": no_json}
     assert read([], number="7") == {"number": "7"}  # of an unknown tool nothing is known
     unfinished = write(text="a")[: -len(form.after)]
     assert form.parse(unfinished, [CONVERT]) == (unfinished, [])
@@ -310,3 +314,10 @@ def test_the_format_follows_the_template():
     assert tool_format("mistral", qwen) is FORMATS["mistral"]
     with pytest.raises(ValueError, match=r"choose auto, off, .*hermes"):
         tool_format("qwen", None)
+
+
+def test_a_conversation_that_is_too_long_to_be_kept_drops_no_other():
+    kept = KeptIds(10)
+    kept.add(b"a", [1, 2, 3])
+    kept.add(b"b", range(11))
+    assert kept.find([b"a"]) == (0, array("i", [1, 2, 3])) and kept.find([b"b"]) == (0, ())
