@@ -18,10 +18,9 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-import threading
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,6 +33,8 @@ from torch.distributed import distributed_c10d as c10d
 from .spec import TensorSpec, buckets, split_bucket
 
 logger = logging.getLogger(__name__)
+
+_GREETING = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder) + b"\x0d" + bytes(4)  # what `TCPStore` says first: a ping
 
 T = TypeVar("T")
 
@@ -204,7 +205,10 @@ def new_backend(where: str, rank: int, world_size: int, name: str, backend: str,
     """
     limit = timedelta(seconds=timeout)
     address, _, port = where.rpartition(":")
-    store = _store(address, int(port), world_size, rank, timeout)
+    if rank > 0:
+        _check_answers(address, int(port), timeout)
+    # what `rendezvous` makes of a tcp:// address, which under torchrun would look for the launcher's store there
+    store: dist.Store = dist.TCPStore(address, int(port), world_size, rank == 0, limit, multi_tenant=True)
     device = next(iter(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()))
     for prefix in (name, f"{name}/", f"{device}/"):
         store = dist.PrefixStore(prefix, store)
@@ -215,25 +219,20 @@ def new_backend(where: str, rank: int, world_size: int, name: str, backend: str,
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def _store(address: str, port: int, world_size: int, rank: int, timeout: float) -> dist.Store:
-    """Return what `rendezvous` makes of a tcp:// address, which under torchrun would look for the launcher's store.
+def _check_answers(address: str, port: int, timeout: float) -> None:
+    """Raise RuntimeError where a listener says nothing to a store's greeting: `TCPStore` would wait for it without end.
 
-    Raises RuntimeError in time also where a listener says nothing: torch would wait for it without end.
+    Where nobody listens yet, `TCPStore` itself asks again until its timeout.
     """
-    found: Future[dist.Store] = Future()
-
-    def connect() -> None:
-        limit = timedelta(seconds=timeout)
-        try:
-            found.set_result(dist.TCPStore(address, port, world_size, rank == 0, limit, multi_tenant=True))
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=connect, name="rendezvous", daemon=True).start()
     try:
-        return found.result(timeout + 1)
-    except TimeoutError:
-        raise RuntimeError("whoever listens there takes connections, and answers nothing") from None
+        with socket.create_connection((address, port), timeout) as peer:
+            peer.sendall(_GREETING)
+            try:
+                peer.recv(1)
+            except TimeoutError:
+                raise RuntimeError("whoever listens there takes connections, and answers nothing") from None
+    except OSError:
+        return
 
 
 def _buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
