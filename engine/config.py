@@ -110,8 +110,9 @@ class EngineConfig:
         return self.pipeline_parallel_size == self.num_batches == 1
 
     def __post_init__(self) -> None:
-        if self.device is not None:
-            object.__setattr__(self, "device", str(self.device))
+        for name in ("device", "dtype"):  # torch's own objects, too
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
         self._check_types()
         if self.speculation is not None and self.max_num_batched_tokens == 1:
             raise ValueError(

@@ -44,8 +44,8 @@ class LLM:
             self.config = replace(self.config, adapter=load_adapter_config(adapter))
         self.path = resolve(model)
         self.model_config = load_config(self.path)
-        if engine is None:
-            found = parse_dtype(self.config.dtype, self.config.device or "cpu", self.model_config)
+        if engine is None and self.config.dtype is None:
+            found = parse_dtype(None, self.config.device or "cpu", self.model_config)
             self.config = replace(self.config, dtype=str(found).removeprefix("torch."))
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.path)
         self.engine = make_engine(self.path, self.config, self.tokenizer) if engine is None else engine
@@ -191,7 +191,7 @@ class LLM:
     def process(
         self, prompt: Prompt, params: SamplingParams, request_id: str, processor: InputProcessor | None = None
     ) -> Request:
-        """A checked request for `add_request`. Changes nothing: other threads may call it with their own processor."""
+        """A checked request for `add_request`. Changes nothing: other threads may call it with a processor."""
         request = (processor or self.processor).process(prompt, params, request_id, self.config.enable_prefix_caching)
         self.engine.check_fits(request)
         if params.routed_experts and not self.engine.has_experts:
@@ -199,7 +199,7 @@ class LLM:
         return request
 
     def input_processor(self, tokenizer: Tokenizer | None) -> InputProcessor:
-        """A processor of prompts for this model with a tokenizer of its own, for use in another thread."""
+        """A processor of prompts for this model with another tokenizer, for use in other threads."""
         vocab = self.model_config.vocab_size
         return InputProcessor(tokenizer, str(self.path), vocab, self.max_model_len, self.eos_token_ids)
 
@@ -219,12 +219,12 @@ class LLM:
         """Replace all weights, all or nothing, and return the new version (by default the old one + 1).
 
         source: a module from `exact_model` (also under FSDP2; every rank must then iterate its state dict) of the same
-        numerics contract, (name, tensor) pairs of any origin, or a checkpoint directory. A module with an adapter, or a
-        folder with PEFT's files, replaces the adapter alone; pairs bring all of the base, all of the adapter (by the
-        names in PEFT's files), or both. Tensors are converted to the
-        engine's dtype. Running requests go on: their KV is recomputed under the new weights, so each token stays exact
-        for the version that sampled it. recompute_running=False lets them keep the old weights' KV, which saves the
-        work and gives up their exactness; their version spans say so.
+        numerics contract, (name, tensor) pairs or a state dict of any origin, or a checkpoint directory. A module with
+        an adapter, or a folder with PEFT's files, replaces the adapter alone; pairs bring all of the base, all of the
+        adapter (by the names in PEFT's files), or both. Tensors are converted to the engine's dtype. Running requests
+        go on: their KV is recomputed under the new weights, so each token stays exact for the version that sampled it.
+        recompute_running=False lets them keep the old weights' KV, which saves the work and gives up their exactness;
+        their version spans say so.
         Raises WeightUpdateError or NumericsError and serves the old weights on when anything is wrong with the source.
         """
         return self.engine.update_weights(source, version, recompute_running)

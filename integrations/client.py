@@ -66,7 +66,7 @@ class Client:
             self.contract.check(contract)
 
     def get(self, path: str) -> Any:
-        """The decoded reply to a GET. Raises ServerError where the server refuses."""
+        """The decoded reply to a GET. Raises ServerError where the server refuses, ConnectionError if there is none."""
         return self._checked(self._sent(self._http, "GET", path))
 
     def post(self, path: str, body: Any = None) -> Any:

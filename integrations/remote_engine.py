@@ -98,6 +98,7 @@ class RemoteEngine(Engine):
             state = updated_state(source) if isinstance(source, nn.Module) else dict(source)
             found = _common(lambda first: self._send(state, version, first))
         self.weight_version = found
+        self.has_weights = True
         return found
 
     def _send(self, state: dict, version: int | None, first: bool) -> int:

@@ -133,7 +133,7 @@ _ARRAYS: dict[str, tuple[float, float, str]] = {  # lowest and highest legal val
 
 _DAMAGED = (
     ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile,
-    zlib.error, RuntimeError,
+    zlib.error,
 )  # fmt: skip
 
 
@@ -365,7 +365,10 @@ def _load(path: Path) -> dict[str, Any]:
     import torch
 
     with torch.serialization.safe_globals(_ARRAY_PICKLES):
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            data = torch.load(path, map_location="cpu", weights_only=True)
+        except RuntimeError as error:  # of its reader of archives
+            raise ValueError(str(error)) from error
     return {key: _numpy(value) for key, value in data.items() if value is not None}
 
 

@@ -153,14 +153,14 @@ def done(message: str, **more: Any):
 
 
 @vllm.post("/pause")
-async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool = True):
+async def pause(server: Served, mode: PauseMode = "abort", clear_cache: bool | None = None):
     """Stop between two steps. abort, wait: new requests get 503 until /resume; keep: they wait.
 
-    clear_cache: forget cached prefixes, too; keep never does.
+    clear_cache: forget cached prefixes, too, and with keep have what runs computed anew; unset, all but keep do.
     """
     await server.engine.pause(mode, refuse=mode != "keep")
-    if clear_cache and mode != "keep":
-        await server.engine.call(LLM.reset_prefix_cache)
+    if clear_cache or (clear_cache is None and mode != "keep"):
+        await server.engine.call(lambda llm: llm.reset_prefix_cache(mode == "keep"))
     return reply({"status": "paused"})
 
 

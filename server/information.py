@@ -12,6 +12,7 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from ..kernels import ops
 from .protocol import problem, reply
 from .service import LOGPROBS_MODE, Served, Service
 
@@ -188,7 +189,7 @@ async def health_generate(server: Served):
 async def load(server: Served):
     """The load now, in SGLang's older form."""
     stats = server.stats()
-    tokens = stats.kv_blocks_used * (server.llm.worker_engine.capacity // max(stats.kv_blocks_total, 1))
+    tokens = stats.kv_blocks_used * ops.backend(ops.parse_device(server.llm.config.device or "cpu")).BLOCK
     core = {
         "dp_rank": 0, "num_reqs": stats.num_running + stats.num_waiting, "num_waiting_reqs": stats.num_waiting,
         "num_tokens": tokens,

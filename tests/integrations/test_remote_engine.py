@@ -185,3 +185,10 @@ def test_an_update_of_an_adapter_alone_reaches_a_server(path, tmp_path, over):
 def test_a_server_that_is_not_there_is_named(url):
     with pytest.raises(ConnectionError, match=r"no answer from .*127\.0\.0\.1"):
         Client(url)
+
+
+def test_an_update_brings_back_weights_that_were_dropped(path, remote):
+    remote.sleep(2)
+    remote.wake_up(["kv_cache"])
+    remote.update_weights(exact_model(path))
+    assert remote.engine.has_weights and remote.weight_checksums()

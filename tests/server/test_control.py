@@ -284,11 +284,19 @@ def test_directories_that_are_no_checkpoints_are_a_400_that_says_why(server, pat
     assert server.get("/weight_info") == version
 
 
-@pytest.mark.parametrize(("setting", "cleared"), [("", True), ("&clear_cache=false", False)])
+@pytest.mark.parametrize(
+    ("setting", "cleared"),
+    [
+        ("mode=abort", True),
+        ("mode=abort&clear_cache=false", False),
+        ("mode=keep", False),
+        ("mode=keep&clear_cache=true", True),
+    ],
+)
 def test_a_pause_forgets_prefixes_unless_it_is_told_not_to(server, setting, cleared):
     prompt = {"token_ids": [*range(3, 90)], "sampling_params": {"max_tokens": 1}}
     server.ok("/inference/v1/generate", prompt)
-    server.ok(f"/pause?mode=abort{setting}")
+    server.ok(f"/pause?{setting}")
     server.ok("/resume")
     before = server.llm.stats().prefix_hit_tokens
     server.ok("/inference/v1/generate", prompt)
