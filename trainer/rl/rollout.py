@@ -96,15 +96,16 @@ class RolloutWorker:
         return list(chain.from_iterable(self._finished.pop(group) for group in sorted(wanted)))
 
     def evaluate(self, count: int, temperature: float = 0.0) -> float:
-        """Mean reward of answers to the first `count` validation problems, over all ranks; each counts once.
+        """Mean reward of answers to the first `count` validation problems, over all ranks.
+
+        A task with `num_validation` has no more than that many.
 
         Each problem has random numbers of its own, the same every time: drafts follow the last validation's answers.
         """
         params = replace(self.params, n=1, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
         with together():
-            every = [*dict.fromkeys(self.task.problem(i, "validation") for i in range(count))]
-            numbers = range(self.rank, len(every), self.world)
-            problems = [every[i] for i in numbers]
+            numbers = range(self.rank, min(count, getattr(self.task, "num_validation", 0) or count), self.world)
+            problems = [self.task.problem(i, "validation") for i in numbers]
             each = [replace(params, seed=i) for i in numbers]
             outputs = self.llm.generate([self._prompt(p) for p in problems], each, use_tqdm=False)
             rewards = [self._reward(p, o.completions[0]) for p, o in zip(problems, outputs, strict=True)]

@@ -176,6 +176,11 @@ class JsonlTask:
         if not self.problems["train"]:
             raise ValueError(f"{path}: no problems to train on")
 
+    @property
+    def num_validation(self) -> int:
+        """The number of problems kept for validation."""
+        return len(self.problems["validation"])
+
     def _parse(self, line: str, number: int) -> Problem:
         where = f"{self.path}, line {number}"
         try:

@@ -68,7 +68,7 @@ def fine_tune(
     numbers = getattr(task, "num_problems", None) or 2**40  # of one epoch: another one's order would be made anew
     chances: list[float] = []
     for _ in range(max_steps):
-        problems = [task.problem(rng.randrange(numbers)) for _ in range(batch_size)]
+        problems = [task.problem(rng.getrandbits(40) % numbers) for _ in range(batch_size)]
         prompts = [tokenizer.encode(p.prompt) for p in problems]
         answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
         sequences = [p + a for p, a in zip(prompts, answers, strict=True)]
