@@ -71,7 +71,7 @@ def vllm_rollouts(python: str, path: Path, prompts: list[list[int]], n: int, max
 
 @torch.no_grad()
 def hf_rollouts(path: Path, tokenizer, prompts: list[list[int]], n: int, max_tokens: int) -> Iterator[Rollout]:
-    """Return rollouts with the log-probs that HF's own bf16 model samples from."""
+    """Yield rollouts with the log-probs that HF's own bf16 model samples from."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     torch.manual_seed(0)
     for group, prompt in enumerate(tqdm(prompts, desc="Sampling with HF in bf16", unit="prompt")):
@@ -104,7 +104,7 @@ def in_int8(weight: torch.Tensor) -> torch.Tensor:
 def rounded_rollouts(
     rounded: Callable[[torch.Tensor], torch.Tensor], path: Path, prompts: list[list[int]], n: int, max_tokens: int
 ) -> Iterator[Rollout]:
-    """Return rollouts of weights that were rounded as a quantised engine's are: all linear layers but lm_head."""
+    """Yield rollouts of weights that were rounded as a quantised engine's are: all linear layers but lm_head."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and "embed" not in name:

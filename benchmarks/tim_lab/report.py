@@ -93,7 +93,7 @@ def final_rewards(logs: list[dict]) -> list[float]:
 
 
 def final_validations(logs: list[dict]) -> list[float]:
-    """Return the last three validations: the exact engine's greedy answers, so that runs of all engines compare."""
+    """Return each run's mean of its last three validations: the exact engine's greedy answers, which compare."""
     return [statistics.fmean([r["validation"] for r in log["rows"] if "validation" in r][-3:]) for log in logs]
 
 

@@ -6,11 +6,13 @@ one file only, and a stale object file must not outlive a change to a function t
 turns at a kernel and its types, so that each is compiled once: the others find it in the cache.
 """
 
+import atexit
 import functools
 import hashlib
 import logging
 import os
 import pathlib
+import shutil
 import tempfile
 import threading
 from contextlib import contextmanager
@@ -33,32 +35,37 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 logger = logging.getLogger(__name__)
 
-_scratch: list[tempfile.TemporaryDirectory] = []  # removed when the process ends
 _pool = threading.Lock()  # numba's fallback pool (workqueue) aborts the process on concurrent launches
 _thread = threading.local()
 
 
 @functools.cache
-def _writable(folder: pathlib.Path) -> pathlib.Path:
+def _writable(folder: pathlib.Path, setting: str) -> pathlib.Path:
     """Return the folder, or one for this process where it can't be written.
 
-    There numba would cache beside the sources, by the stamp of a single one.
+    There numba would cache beside the sources, by the stamp of a single one. setting: the variable that named it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        logger.warning("each process compiles the kernels anew: %s; set XDG_CACHE_HOME to a folder to write in", error)
-        _scratch.append(tempfile.TemporaryDirectory(prefix="samebits-kernels-"))
-        return pathlib.Path(_scratch[-1].name)
+        logger.warning("each process compiles the kernels anew: %s; set %s to a folder to write in", error, setting)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="samebits-kernels-"))
+        atexit.register(_remove, folder, os.getpid())
     return folder
+
+
+def _remove(folder: pathlib.Path, owner: int) -> None:
+    if os.getpid() == owner:  # no fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _cache_folder():
     before = numba.config.CACHE_DIR
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "samebits"
-    numba.config.CACHE_DIR = str(_writable(pathlib.Path(before or root) / f"kernels-{SOURCE_HASH}"))
+    setting = "NUMBA_CACHE_DIR" if before else "XDG_CACHE_HOME"
+    numba.config.CACHE_DIR = str(_writable(pathlib.Path(before or root) / f"kernels-{SOURCE_HASH}", setting))
     try:
         yield
     finally:
