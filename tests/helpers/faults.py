@@ -41,10 +41,10 @@ def before(monkeypatch, owner, name: str, fault, at: int | None = None) -> None:
     original = getattr(owner, name)
     calls = iter(range(1, 10**9))
 
-    def call(*args):
+    def call(*args, **options):
         if at is None or next(calls) == at:
             fault(*args)
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(owner, name, call)
 

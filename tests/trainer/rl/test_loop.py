@@ -795,13 +795,7 @@ def test_a_validation_answers_each_problem_once(tiny, tmp_path, monkeypatch):
     task = JsonlTask(file)
     trainer = Trainer(config_of(tiny), task)
     asked = []
-    generate = trainer.llm.generate
-
-    def spy(prompts, *args, **options):
-        asked.extend(prompts)
-        return generate(prompts, *args, **options)
-
-    monkeypatch.setattr(trainer.llm, "generate", spy)
+    faults.before(monkeypatch, trainer.llm, "generate", lambda prompts, _: asked.extend(prompts))
     trainer.evaluate(256)
     assert len(asked) == len(task.problems["validation"]) < 20
 
